@@ -1,0 +1,227 @@
+"""One verb per job. `nox -s tests` works anywhere nox is; `python3 dev.py tests` brings nox along.
+
+    demo    kill a worker in the middle of a run and see another one resume it
+    tests   everything below tests/, each suite within its time budget
+    lint    ruff, and the floors as import contracts
+    types   mypy strict and pyright strict
+    docs    every Python block of the README and of docs/ is run, every link inside the repository followed
+    bench   figures, with the machine they were taken on
+    wheel   build sdist and wheel, install the wheel elsewhere, and pass all tests against it
+
+Arguments after `--` go to the tool behind the session. A session makes an environment of its own, except when dev.py started
+nox: then the one that dev.py keeps is used, which is quicker.
+
+    fuzz    random programs, killed at every position, at full length      \
+    races   conflicting operations in every order, with many trials         } the tests of the whole, made longer
+    chaos   kills at random moments over many runs and several processes    /
+
+To add a suite of that last kind: tests that read their length from an environment variable, and a session of two lines that
+calls `_long` with their path and the variable. To add a suite to the whole: put it below tests/ and give
+it a line in BUDGETS.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import nox
+
+ROOT = Path(__file__).parent
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+FACTOR = float(os.environ.get("DURABLE_BUDGET_FACTOR", "1"))  # more than 1 on a machine slower than two current cores
+WHOLE = 480
+BUDGETS = {  # seconds of test time, added up over the processes; the first pattern that fits a test's file counts it
+    "fuzz": ("tests/*fuzz*", 60),
+    "races": ("tests/*races*", 90),
+    "state machine": ("tests/*state_machine*", 120),
+    "crash": ("tests/crash/*", 120),
+    "plans": ("tests/plans/*", 90),
+    "conformance": ("tests/conformance/*", 120),
+    "typing": ("tests/typing/*", 90),
+    "engine": ("tests/engine/*", 180),
+    "floors": ("tests/floors/*", 90),
+    "cases": ("tests/cases/*", 60),
+    "migrations": ("tests/migrations/*", 60),
+    "house": ("tests/house/*", 60),
+}
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.default_venv_backend = "venv"
+nox.options.error_on_missing_interpreters = True
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Five steps, a SIGKILL in the middle of the fourth, and the proof."""
+    _install(session)
+    session.run("durable", "demo", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests, in two processes or more; fails if a suite takes longer than its budget."""
+    _install(session, "test", extra="testing")
+    _whole(session, ROOT)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff's rules and format, and the import contracts."""
+    _install(session, "lint")
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache", silent=True)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Two type checkers, both strict: the project is used by people of either."""
+    _install(session, "types", extra="testing")
+    session.run("mypy", *session.posargs)
+    session.run("pyright", "--pythonpath", _python(session), *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documents keep what they say: code runs, commands exist, links lead somewhere."""
+    _install(session, "test", extra="testing")
+    session.run("pytest", "tests/house/test_docs.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Each tests/benchmarks/bench_*.py prints its figures and exits non-zero if it misses its aim."""
+    _install(session)
+    programs = sorted((ROOT / "tests/benchmarks").glob("bench_*.py"))
+    if not programs:
+        session.skip("there is no tests/benchmarks/bench_*.py yet")
+    for program in programs:
+        session.run("python", str(program), *session.posargs)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """What users get is what is tested: the tests run against the installed wheel, far from the sources."""
+    if not _borrowed(session):
+        session.install(*_group("wheel"))
+    with tempfile.TemporaryDirectory(prefix="durable-wheel-") as folder:
+        place = Path(folder)
+        session.run("python", "-m", "build", "--outdir", str(place / "dist"), str(ROOT), silent=True)
+        built = sorted((place / "dist").iterdir())
+        session.log("built " + ", ".join(f"{path.name} ({path.stat().st_size // 1024} kB)" for path in built))
+        (package,) = (place / "dist").glob("*.whl")
+        # Only what tests need beside the package; README and docs for the tests that read them. No durable/, no backends/.
+        for name in ("tests", "docs", "schemas"):
+            if (ROOT / name).exists():
+                shutil.copytree(ROOT / name, place / "away" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
+            shutil.copy(ROOT / name, place / "away" / name)
+        python = place / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+        session.run("python", "-m", "venv", str(place / "venv"), external=True)
+        session.run(
+            *(str(python), "-m", "pip", "install", "--quiet", f"{package}[testing]", *_group("test")), external=True
+        )
+        where = "import durable, durable_sqlite, sys; print(durable.__file__); sys.exit('venv' not in durable.__file__)"
+        with session.chdir(place / "away"):
+            session.run(str(python), "-c", where, external=True)
+            _whole(session, place / "away", python=str(python))
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """2,000 random programs with a crash at every position, and every mutant."""
+    _long(session, "*fuzz*", DURABLE_FUZZ_PROGRAMS="2000")
+
+
+@nox.session
+def races(session: nox.Session) -> None:
+    """Pairs of conflicting operations, 100 trials each."""
+    _long(session, "*races*", DURABLE_RACE_TRIALS="100")
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """200 SIGKILLs over 1,000 runs and three worker processes on one file."""
+    _long(session, "*chaos*", DURABLE_CHAOS_KILLS="200", DURABLE_CHAOS_RUNS="1000")
+
+
+# ------------------------------------------------------------------------------------------------------------- the tools
+
+
+def _borrowed(session: nox.Session) -> bool:
+    """Whether this session runs in the environment that nox itself stands in (dev.py has filled it)."""
+    return session.virtualenv.venv_backend == "none"
+
+
+def _python(session: nox.Session) -> str:
+    if _borrowed(session):
+        return sys.executable
+    return str(Path(session.bin) / ("python.exe" if os.name == "nt" else "python"))
+
+
+def _group(name: str) -> tuple[str, ...]:
+    return tuple(nox.project.dependency_groups(PROJECT, name))
+
+
+def _install(session: nox.Session, *groups: str, extra: str = "") -> None:
+    if _borrowed(session):
+        return
+    wanted = [requirement for group in groups for requirement in _group(group)]
+    session.install("--editable", f".[{extra}]" if extra else ".", *wanted)
+
+
+def _long(session: nox.Session, pattern: str, **lengths: str) -> None:
+    """The test files that fit the pattern at full length; skipped in words while there are none."""
+    files = sorted(str(path) for path in (ROOT / "tests").rglob(f"test_{pattern}.py"))
+    if not files:
+        session.skip(f"there is no tests/**/test_{pattern}.py yet")
+    _install(session, "test", extra="testing")
+    session.run("pytest", "--timeout=0", *files, *session.posargs, env=lengths)
+
+
+def _whole(session: nox.Session, place: Path, *, python: str = "python") -> None:
+    """All tests (or those named after `--`) in parallel; then the clock is read."""
+    with tempfile.TemporaryDirectory(prefix="durable-report-") as folder:
+        report = Path(folder) / "report.xml"
+        parallel = () if {"-n", "-p", "--pdb"} & set(session.posargs) else ("-n", "auto", "--dist", "worksteal")
+        started = time.monotonic()
+        session.run(
+            *(python, "-m", "pytest", f"--junitxml={report}", *parallel, *session.posargs),
+            external=python != "python",
+            env={"PYTHONPATH": ""},
+        )
+        _check_budgets(session, report, time.monotonic() - started)
+
+
+def _check_budgets(session: nox.Session, report: Path, whole: float) -> None:
+    """Fails the session with a sentence for every suite that took longer than its budget."""
+    spent = dict.fromkeys(BUDGETS, 0.0)
+    for case in ElementTree.parse(report).iter("testcase"):
+        file = case.get("classname", "").replace(".", "/")
+        for suite, (pattern, _) in BUDGETS.items():
+            if fnmatch.fnmatch(file, pattern):
+                spent[suite] += float(case.get("time", "0"))
+                break
+    session.log(
+        f"the whole: {whole:.0f} s of {WHOLE * FACTOR:.0f} s; "
+        + ", ".join(f"{suite} {spent[suite]:.0f}/{BUDGETS[suite][1] * FACTOR:.0f}" for suite in spent if spent[suite])
+    )
+    late = [
+        f"the suite '{suite}' took {spent[suite]:.0f} s, its budget is {budget * FACTOR:.0f} s"
+        for suite, (_, budget) in BUDGETS.items()
+        if spent[suite] > budget * FACTOR
+    ]
+    if whole > WHOLE * FACTOR:
+        late.append(f"all tests took {whole:.0f} s, their budget is {WHOLE * FACTOR:.0f} s")
+    if late:
+        session.error(
+            "; ".join(late) + ". Make it quicker, give it a larger budget in noxfile.py with a reason,"
+            " or set DURABLE_BUDGET_FACTOR if this machine is the slow one."
+        )
