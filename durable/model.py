@@ -609,6 +609,9 @@ class Swept:
     returned: Sequence[str]
     failed: Sequence[str]
     queues: frozenset[str]
+    alone: frozenset[str] = frozenset()
+    """Queues of the scope in which some run is blocked on 'alone', whoever put it there: a worker that is never without work
+    makes room for one such run (15)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -280,7 +280,7 @@ class Upkeep(Protocol):
         """Return runs whose lease lapsed to pending: `reclaims` + 1, or 0 where the lapsed claim made a record (15).
 
         From reclaims ≥ 2 they are `blocked_on = 'alone'`; past `max_reclaims` they land failed, kind reclaim_limit, unless
-        `compensating`, which goes on. `failures` stays. Permits are given back.
+        `compensating`, which goes on. `failures` stays. Permits are given back. `alone` names the queues in which such a run waits.
         """
         ...
 
