@@ -1,0 +1,446 @@
+"""Threads and transactions: one writer thread into which everything that is queued goes as one BEGIN IMMEDIATE … COMMIT.
+
+`store.py` calls `write` and `read` with operations: plain functions `operation(con, now)`. A write operation runs inside the shared
+transaction under a savepoint of its own, so one that fails fails itself and not its batch. `opening.py` makes a `Core` per file
+and process; each store holds a `Database`, its handle. Nothing here knows a table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import os
+import queue
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+from durable.errors import DurableError, Misuse, StoreUnavailable
+from durable.model import Instant
+from durable.settings import Micros
+
+from .faults import mapped
+from .wakeups import Wakeups
+
+T = TypeVar("T")
+Operation: TypeAlias = Callable[[sqlite3.Connection, Instant], T]
+
+log = logging.getLogger("durable.sqlite")
+
+BATCH: Final = 500
+"""Operations of one flush: more bring nothing (sqlite.md, 1)."""
+BATCH_BYTES: Final = 2 << 20
+"""Payload of one flush: a large one would hold up everybody behind it."""
+CHECKPOINT_BYTES: Final = 4 << 20
+"""A -wal longer than this is copied back. Copying is ours: SQLite's own trigger lets it grow with every process."""
+
+in_transaction: contextvars.ContextVar[Core | None] = contextvars.ContextVar("durable_sqlite_transaction", default=None)
+"""Set while the body of a `ctx.transaction` runs: a write awaited in there would wait for a lock that the same task holds."""
+
+
+class Connection(sqlite3.Connection):
+    """A connection of ours. `announced`: the topics to be announced once its transaction has committed."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.announced: set[str] = set()
+
+
+def announce(con: sqlite3.Connection, topic: str) -> None:
+    """Announce a topic after the commit. On a caller's own connection: nobody is told before, and we do not see the commit (41)."""
+    if isinstance(con, Connection):
+        con.announced.add(topic)
+
+
+class _Item(Generic[T]):
+    __slots__ = ("future", "loop", "operation", "weight")
+
+    def __init__(self, operation: Operation[T], weight: int) -> None:
+        self.operation = operation
+        self.weight = weight
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self.loop.create_future()
+
+
+_Answer: TypeAlias = tuple[_Item[Any], Any, BaseException | None]
+
+
+def _resolve(answers: list[_Answer]) -> None:
+    for item, value, error in answers:
+        if item.future.done():
+            continue  # the caller stopped waiting; what was written stays written
+        if error is None:
+            item.future.set_result(value)
+        else:
+            item.future.set_exception(error)
+
+
+def _deliver(answers: Sequence[_Answer]) -> None:
+    """One hop per event loop and batch: a hop per item would cost three times as much."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Answer]] = {}
+    for answer in answers:
+        by_loop.setdefault(answer[0].loop, []).append(answer)
+    for loop, own in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, own)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise  # on a closed loop nobody waits any more
+
+
+class Lane:
+    """A thread with a queue. `process` gets what is queued, in order, and answers every item."""
+
+    def __init__(
+        self,
+        name: str,
+        process: Callable[[list[_Item[Any]]], None],
+        *,
+        idle: Callable[[], None] = lambda: None,
+        look_after: Callable[[], float | None] = lambda: None,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._process = process
+        self._idle = idle
+        self._look_after = look_after
+        self._at_end = at_end
+        self._queue: queue.SimpleQueue[_Item[Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Operation[T], weight: int = 0) -> asyncio.Future[T]:
+        """Queue an operation; the future belongs to the running loop."""
+        item = _Item(operation, weight)
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("the store is closed", hint="open it again")
+            self._queue.put(item)
+        return item.future
+
+    def nudge(self) -> None:
+        """Make the thread look around once."""
+        self._queue.put(None)
+
+    def close(self) -> None:
+        """Take nothing more, finish what is queued, end the thread. Returns when it has ended."""
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                batch = self._take()
+                if batch:
+                    self._process(batch)
+                elif self._closed and self._queue.empty():
+                    return
+                else:
+                    self._idle()
+        finally:
+            self._at_end()
+
+    def _take(self) -> list[_Item[Any]]:
+        try:
+            item = self._queue.get(timeout=self._look_after())
+        except queue.Empty:
+            return []
+        if item is None:
+            return []
+        batch = [item]
+        weight = item.weight
+        while len(batch) < BATCH and weight < BATCH_BYTES:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if item is not None:
+                batch.append(item)
+                weight += item.weight
+            elif self._closed:
+                self._queue.put(None)  # the end comes after what was queued before it
+                break
+        return batch
+
+
+class Core:
+    """Everything that one process has open on one database: shared by all its stores on that path."""
+
+    def __init__(
+        self,
+        *,
+        path: Path | None,
+        connect: Callable[[], Connection],
+        clock: Callable[[], Instant] | None,
+        busy_timeout: Micros,
+    ) -> None:
+        self.path = path
+        self.pid = os.getpid()
+        self.clock = clock
+        self.lock = threading.Lock()  # flushes, checkpoints and ctx.transaction: one writer in this process
+        self.connect = connect
+        self._busy_timeout = busy_timeout / 1_000_000
+        self._last = 0
+        self._failure: str | None = None
+        self._checkpoint_pause = 0.0
+        self._checkpoint_at = 0.0
+        self._data_version = 0
+        self._readers: dict[str, Lane] = {}
+        self._readers_lock = threading.Lock()
+        self.writer = connect()
+        found = os.stat(path) if path is not None else None
+        self._identity = (found.st_ino, found.st_dev) if found is not None else None
+        self._wal = f"{path}-wal"
+        self.wakeups = Wakeups(self._nudge)
+        self.lane = Lane(
+            "durable-sqlite-writer",
+            self._flush,
+            idle=self._look,
+            look_after=self.wakeups.look_after if path is not None else lambda: None,
+            at_end=self.writer.close,
+        )
+
+    def _nudge(self) -> None:
+        self.lane.nudge()
+
+    # -- time ------------------------------------------------------------------------------------------------------------
+
+    def now(self) -> Instant:
+        """The store's clock: the wall clock of this machine, never running backwards inside a process."""
+        wall = self.clock() if self.clock is not None else time.time_ns() // 1_000
+        if wall < self._last:
+            if self.clock is None and self._last - wall > 1_000_000:
+                log.warning("the clock of this machine went back by %.1f s; leases last longer by that", (self._last - wall) / 1e6)
+            return self._last
+        self._last = wall
+        return wall
+
+    # -- guards ----------------------------------------------------------------------------------------------------------
+
+    def guard(self) -> None:
+        """Refuse what can not be safe: a fork's child, and a file that is not the one that was opened."""
+        if os.getpid() != self.pid:
+            raise StoreUnavailable(
+                "this store was opened before a fork: SQLite's connections do not survive one",
+                hint="open the store in the child process (for example in a post-fork hook)",
+            )
+        if self._failure is not None:
+            raise StoreUnavailable(self._failure, hint="restart this process, so that it opens the file that is there now")
+
+    def _verify_file(self) -> None:
+        """SQLite goes on 'succeeding' after its file was unlinked or replaced; what is written then goes nowhere."""
+        if self.path is None:
+            return
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            self._failure = f"the database file was removed: {self.path}"
+        else:
+            if (found.st_ino, found.st_dev) != self._identity:
+                self._failure = f"the database file was replaced: {self.path}"
+        self.guard()
+
+    # -- the write side --------------------------------------------------------------------------------------------------
+
+    def begin(self, con: sqlite3.Connection) -> None:
+        """BEGIN IMMEDIATE, tried again at short uniform pauses: SQLite's own busy handler starves some of many writers."""
+        until = time.monotonic() + self._busy_timeout
+        while True:
+            try:
+                con.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+            time.sleep(random.uniform(0.0002, 0.001))
+
+    def _flush(self, batch: list[_Item[Any]]) -> None:
+        con = self.writer
+        con.announced.clear()
+        with self.lock:
+            try:
+                self._verify_file()
+                self.begin(con)
+                answers = self._apply(con, batch)
+                if con.in_transaction:
+                    con.execute("COMMIT")
+                self._verify_file()
+            except BaseException as error:  # noqa: BLE001 - every future of the batch gets it, mapped
+                self._roll_back(con)
+                answers = [(item, None, mapped(error)) for item in batch]
+                con.announced.clear()
+        _deliver(answers)
+        if con.announced:
+            self.wakeups.announce(con.announced)
+        self._look()
+        self._checkpoint(con)
+
+    def _apply(self, con: sqlite3.Connection, batch: list[_Item[Any]]) -> list[_Answer]:
+        now = self.now()
+        answers: list[_Answer] = []
+        alone = len(batch) == 1
+        for item in batch:
+            if not alone:
+                con.execute("SAVEPOINT item")
+            try:
+                value = item.operation(con, now)
+            except Exception as error:  # noqa: BLE001 - the one operation gets it, mapped
+                if not con.in_transaction:
+                    raise  # SQLite rolled the whole transaction back (disk full): the whole batch failed
+                con.execute("ROLLBACK" if alone else "ROLLBACK TO item")
+                answers.append((item, None, mapped(error)))
+            else:
+                answers.append((item, value, None))
+            if not alone:
+                con.execute("RELEASE item")
+        return answers
+
+    @staticmethod
+    def _roll_back(con: sqlite3.Connection) -> None:
+        if con.in_transaction:
+            try:
+                con.execute("ROLLBACK")
+            except sqlite3.Error:
+                log.exception("rolling back failed; the next transaction finds out whether the database is usable")
+
+    def _look(self) -> None:
+        """Has another connection committed? The number changes for others' commits only, so our own wake nobody twice."""
+        if self.path is None or self.wakeups.look_after() is None:
+            return
+        try:
+            (found,) = self.writer.execute("PRAGMA data_version").fetchone()
+        except sqlite3.Error:
+            log.warning("data_version could not be read; waiting callers fall back to their poll interval", exc_info=True)
+            return
+        if found != self._data_version:
+            self._data_version = found
+            self.wakeups.changed()
+
+    def _checkpoint(self, con: sqlite3.Connection) -> None:
+        """Copy a long -wal back, under the write lock: a checkpoint that runs beside another process's writer is what
+        the published WAL-reset bug of SQLite before 3.51.3 needs."""
+        if self.path is None or time.monotonic() < self._checkpoint_at:
+            return
+        try:
+            if os.stat(self._wal).st_size <= CHECKPOINT_BYTES:
+                return
+            with self.lock:
+                con.execute("PRAGMA busy_timeout=100")
+                try:
+                    busy, _, _ = con.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                finally:
+                    con.execute("PRAGMA busy_timeout=0")
+        except (sqlite3.Error, OSError) as error:
+            log.warning("the checkpoint failed and is tried again: %s", error)
+            busy = 1
+        if busy:
+            self._checkpoint_pause = min(max(self._checkpoint_pause * 2, 0.05), 5.0)
+            self._checkpoint_at = time.monotonic() + self._checkpoint_pause
+        else:
+            self._checkpoint_pause = 0.0
+
+    # -- the read side ---------------------------------------------------------------------------------------------------
+
+    def reader(self, name: str) -> Lane:
+        """The reader thread of that name; in memory the writer's, since there is one connection only."""
+        if self.path is None:
+            return self.lane
+        lane = self._readers.get(name)
+        if lane is None:
+            with self._readers_lock:
+                lane = self._readers.get(name)
+                if lane is None:
+                    lane = self._readers[name] = self._open_reader(name)
+        return lane
+
+    def _open_reader(self, name: str) -> Lane:
+        con = self.connect()
+        con.execute("PRAGMA query_only=ON")
+        con.execute("PRAGMA busy_timeout=5000")
+
+        def process(batch: list[_Item[Any]]) -> None:
+            # One snapshot for the batch. It is taken after all of it was queued, so each sees what was acknowledged before.
+            answers: list[_Answer] = []
+            try:
+                con.execute("BEGIN")
+                now = self.now()
+                for item in batch:
+                    try:
+                        answers.append((item, item.operation(con, now), None))
+                    except Exception as error:  # noqa: BLE001 - the one operation gets it, mapped
+                        answers.append((item, None, mapped(error)))
+            except BaseException as error:  # noqa: BLE001 - the rest of the batch gets it, mapped
+                answers.extend((item, None, mapped(error)) for item in batch[len(answers) :])
+            finally:
+                self._roll_back(con)
+            _deliver(answers)
+
+        return Lane(f"durable-sqlite-{name}", process, at_end=con.close)
+
+    def close(self) -> None:
+        """Finish what is queued, then let go of threads and connections. In a fork's child: touch nothing."""
+        if os.getpid() != self.pid:
+            return
+        with self._readers_lock:
+            readers = list(self._readers.values())
+        for lane in readers:
+            lane.close()
+        self.lane.close()
+
+
+class Database:
+    """A store's handle on a `Core`. Usable from any number of event loops and threads."""
+
+    def __init__(self, core: Core, release: Callable[[Core], None]) -> None:
+        self.core = core
+        self._release = release
+        self._closed = False
+
+    def _guard(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the store is closed", hint="open it again")
+        self.core.guard()
+
+    async def write(self, operation: Operation[T], *, weight: int = 0) -> T:
+        """Run `operation(con, now)` in the next shared transaction; returns when it is durable. `weight`: its payload in bytes."""
+        self._guard()
+        if in_transaction.get() is self.core:
+            raise Misuse(
+                "a write to the store inside ctx.transaction would wait for the lock that this transaction holds",
+                hint="write through the connection that the transaction gives you, or after the transaction",
+            )
+        return await self.core.lane.submit(operation, weight)
+
+    async def read(self, operation: Operation[T], *, slow: bool = False) -> T:
+        """Run `operation(con, now)` in a snapshot that holds all that was acknowledged before. `slow`: beside the quick ones."""
+        self._guard()
+        return await self.core.reader("slow-reader" if slow else "reader").submit(operation)
+
+    async def wait(self, topics: Sequence[str], timeout: Micros) -> None:
+        """See `Wakeups.wait`."""
+        self._guard()
+        await self.core.wakeups.wait(topics, timeout / 1_000_000)
+
+    def notify(self, topics: Sequence[str]) -> None:
+        """See `Wakeups.announce`."""
+        self._guard()
+        self.core.wakeups.announce(topics)
+
+    async def close(self) -> None:
+        """Let go; the last handle on a core ends its threads after what is queued. Closing twice is nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.get_running_loop().run_in_executor(None, self._release, self.core)
+
+
+__all__ = ["Connection", "Core", "Database", "DurableError", "Operation", "announce", "in_transaction"]
