@@ -369,6 +369,8 @@ class NewRecord:
     started_at: Instant | None = None
     children: tuple[NewRun, ...] = ()
     progress: Json | None = None
+    signal_seq: int | None = None
+    """SIGNAL: the `seq` of the signal that this record takes. A signal is taken while a record names it (32)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -385,6 +387,8 @@ class StepRecord:
     started_at: Instant | None
     fence: int
     """The `attempts` of the holder that wrote it."""
+    signal_seq: int | None = None
+    """SIGNAL: the `seq` of the signal that it takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,6 +107,7 @@ CREATE TABLE durable_step (
     tenant_id   TEXT,
     created_at  INTEGER NOT NULL,
     started_at  INTEGER,
+    signal_seq  INTEGER,                                -- kind signal: the signal that it takes; taken means named here (32)
     result      TEXT    NOT NULL,
     PRIMARY KEY (run_id, step_id)
 );
