@@ -23,7 +23,7 @@ RUN_COLUMNS: Final = (
 )
 """What `run_record` reads, in its order. Also usable behind an alias: `run_columns("r")`."""
 
-STEP_COLUMNS: Final = "step_id, kind, position, seen, digest, result, created_at, started_at, fence"
+STEP_COLUMNS: Final = "step_id, kind, position, seen, digest, result, created_at, started_at, fence, signal_seq"
 """What `step_record` reads, in its order."""
 
 STEP_ORDER: Final = "position IS NULL, position, created_at, rowid"
@@ -107,4 +107,5 @@ def step_record(row: Sequence[Any]) -> StepRecord:
         at=row[6],
         started_at=row[7],
         fence=row[8],
+        signal_seq=row[9],
     )
