@@ -1,0 +1,271 @@
+"""The second half of the naive model: what acts on runs from outside. Cancel, retry, fork, signals, chores, schedules.
+
+Called like `oracle.py`, by the state machine only, and written in the same way: from the contract, plainly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace as Row
+from typing import Any
+
+from durable import model as m
+from durable.errors import Conflict, NotFound
+from statemachine.oracle import FIELDS, RunOracle
+
+
+class Oracle(RunOracle):
+    # -- cancel, retry, fork ---------------------------------------------------------------------------------------------
+
+    def request_cancel(self, run_ids: Sequence[str], scope: m.Scope, reason: str) -> list[bool]:
+        return [self.cancel_one(run_id, scope, reason) for run_id in run_ids]
+
+    def cancel_one(self, run_id: str, scope: m.Scope, reason: str) -> bool:
+        row = self.runs.get(run_id)
+        if row is None or not (scope is m.ALL or row.tenant == scope) or row.status in m.TERMINAL:
+            return False
+        if row.attempts == 0:
+            self.land(row, "cancelled", m.Failure(message=reason, kind="cancelled"))
+            return True
+        first = row.cancel_requested_at is None
+        row.cancel_requested_at = self.clock() if first else row.cancel_requested_at
+        if row.cancel_refused_at is None:
+            row.wake_seq += 1 if first else 0
+            if row.status in ("pending", "suspended"):
+                self.ready(row)
+        return True
+
+    def retry(self, run_id: str, scope: m.Scope, attempts: int, extra: int) -> str:
+        row = self.seen(run_id, scope)
+        if row.attempts != attempts or (row.status == "pending" and row.retried):
+            return run_id
+        undone = any(record.step_id.startswith("undo/") for record in self.journals[run_id])
+        if row.status not in m.TERMINAL or row.status == "completed" or undone:
+            raise Conflict("only what ended, and not well, can be retried")
+        failed = set(row.positions)
+        if row.status in ("cancelled", "timed_out"):
+            kind = "cancel" if row.status == "cancelled" else "timeout"
+            failed |= {record.position for record in self.journals[run_id] if record.kind == kind}
+        self.revive(row, failed, extra)
+        for node in self.behind(row):
+            row_back = self.runs[node]
+            if row_back.status == "cancelled" and row_back.error_kind == "upstream":
+                self.revive(row_back, set(), 0)
+                row_back.status = "suspended"
+                row_back.wake_after = sum(self.runs[on].status != "completed" for n, on in self.edges if n == node)
+        graph = self.runs.get(row.parent_run_id or "")
+        if self.node(run_id) and graph is not None and graph.status in m.TERMINAL - {"completed"}:
+            self.revive(graph, set(graph.positions), 0)
+        return run_id
+
+    def node(self, run_id: str) -> bool:
+        return any(run_id in edge for edge in self.edges)
+
+    def behind(self, row: Row) -> list[str]:
+        near = [node for node, on in self.edges if on == row.run_id and node in self.runs]
+        return near + [far for node in near for far in self.behind(self.runs[node])]
+
+    def revive(self, row: Row, failed: set[Any], extra: int) -> None:
+        self.take_out(row, failed)
+        self.ready(row)
+        row.failures = row.reclaims = 0
+        row.max_attempts = None if row.max_attempts is None else row.max_attempts + extra
+        row.error = row.error_kind = row.error_detail = row.output = row.finished_at = row.purge_at = None
+        row.cancel_requested_at = row.cancel_refused_at = None
+        row.deadline_at = None if row.length is None else self.clock() + row.length
+        row.retried = True
+        if any(row.sequence_key is not None and other.blocked_on != "sequence" for other in self.line(row)):
+            row.blocked_on = "sequence"
+
+    def fork(self, run_id: str, scope: m.Scope, new_run_id: str, from_step: int | str) -> str:
+        if new_run_id in self.runs:
+            return new_run_id
+        row, journal = self.seen(run_id, scope), self.journals[run_id]
+        cut = from_step if isinstance(from_step, int) else -1
+        for record in journal:
+            cut = (record.position or 0) if record.step_id == from_step else cut
+        if cut < 0:
+            raise Conflict("the journal has no such step")
+        kept = [record for record in journal if record.position is not None and record.position < cut]
+        names = {record.step_id for record in kept}
+        kept = [record for record in kept if record.kind != "start" or f"{record.step_id}:end" in names]
+        self.serial += 1
+        copied = ("name", "tenant", "input", "queue", "priority", "max_attempts", "options", "version", "fingerprint", "seed", "keep")
+        new = Row(**dict.fromkeys(FIELDS), positions=(), wake_delay=0, wake_on_failure=False, order=self.serial, retried=False)
+        vars(new).update({name: getattr(row, name) for name in copied}, left_by="", length=row.length)
+        new.run_id, new.status, new.attempts, new.forked_from = new_run_id, "pending", 1, run_id
+        new.failures = new.reclaims = new.wake_seq = new.wake_after = 0
+        new.created_at, new.detached, new.tags = self.clock(), False, dict(row.tags)
+        new.deadline_at = None if row.length is None else self.clock() + row.length
+        new.compensating = any(record.kind == "compensation" for record in kept)
+        new.replay_family = row.replay_family if kept else None
+        self.runs[new_run_id], self.journals[new_run_id], self.signals[new_run_id] = new, kept, []
+        return new_run_id
+
+    # -- the mailbox -----------------------------------------------------------------------------------------------------
+
+    def send(self, signal: m.NewSignal, scope: m.Scope) -> int:
+        row = self.seen(signal.run_id, scope)
+        for old in self.signals[row.run_id]:
+            if old.dedup_id == signal.dedup_id:
+                return int(old.seq)
+        if row.status in m.TERMINAL:
+            raise Conflict("the run has ended")
+        row.wake_seq += 1
+        self.signals[row.run_id].append(Row(**dataclasses.asdict(signal), seq=row.wake_seq, at=self.clock()))
+        if row.status == "suspended" and row.attempts:
+            self.ready(row)
+        return int(row.wake_seq)
+
+    def inbox(self, leases: Sequence[m.Lease]) -> list[m.Inbox | None]:
+        answers: list[m.Inbox | None] = []
+        for lease in leases:
+            row = self.held(lease)
+            if row is None:
+                answers.append(None)
+                continue
+            names = {record.step_id for record in self.journals[row.run_id]}
+            taken = {seq_of(record) for record in self.journals[row.run_id] if record.kind == "signal"}
+            fresh = [old for old in self.signals[row.run_id] if old.seq not in taken]
+            signals = [m.Signal(name=old.name, seq=old.seq, payload=old.payload, at=old.at) for old in fresh]
+            children = [c for c in self.runs.values() if c.parent_run_id == row.run_id and c.status in m.TERMINAL]
+            children = [c for c in children if f"{c.parent_step_id}:end" not in names and "@" not in c.parent_step_id]
+            ends = [
+                m.ChildEnd(
+                    run_id=c.run_id,
+                    step_id=c.parent_step_id,
+                    status=m.Status(c.status),
+                    output=c.output,
+                    error=c.error,
+                    error_kind=c.error_kind,
+                    error_detail=c.error_detail,
+                    at=c.finished_at,
+                )
+                for c in sorted(children, key=lambda child: (child.finished_at, child.run_id))
+            ]
+            answers.append(m.Inbox(wake_seq=row.wake_seq, cancel_requested=self.asked(row), signals=signals, children=ends))
+        return answers
+
+    # -- chores ----------------------------------------------------------------------------------------------------------
+
+    def due(self, scope: m.Scope) -> list[Row]:
+        rows = [row for row in self.mine(scope) if row.available_at is not None]
+        rows = [row for row in rows if row.status == "pending" or (row.status == "suspended" and row.attempts)]
+        return sorted((row for row in rows if row.available_at <= self.clock()), key=lambda row: row.available_at)
+
+    def promote(self, scope: m.Scope, limit: int, promoted: Iterable[str]) -> None:
+        """Check and follow: among runs that are due at one instant a store may choose."""
+        due, chosen = self.due(scope), [self.runs[run_id] for run_id in promoted]
+        assert len(chosen) == min(limit, len(due)), f"promoted {len(chosen)} of {len(due)} due runs"
+        latest = max((row.available_at for row in chosen), default=0)
+        assert all(row in due for row in chosen), "promoted what was not due"
+        assert all(row.available_at >= latest for row in due if row not in chosen), "the oldest due come first"
+        for row in chosen:
+            self.ready(row)
+
+    def sweep(self, scope: m.Scope, limit: int, max_reclaims: int) -> tuple[list[str], list[str]]:
+        lapsed = [row for row in self.mine(scope) if row.status == "running" and row.leased_until < self.clock()]
+        returned, failed = [], []
+        for row in sorted(lapsed, key=lambda row: row.leased_until)[:limit]:
+            made = any(record.fence == row.attempts for record in self.journals[row.run_id])
+            row.reclaims, row.left_by, row.leased_until = 0 if made else row.reclaims + 1, "sweep", None
+            if row.reclaims > max_reclaims and not row.compensating:
+                self.land(row, "failed", m.Failure(message="", kind="reclaim_limit"))
+                failed.append(row.run_id)
+            else:
+                self.ready(row)
+                row.blocked_on = "alone" if row.reclaims >= 2 else None
+                returned.append(row.run_id)
+        return returned, failed
+
+    def mend(self, scope: m.Scope) -> None:
+        """Without a limit: cancel live children of parents that landed in any state but completed (48)."""
+        for row in self.mine(scope):
+            parent = self.runs.get(row.parent_run_id or "")
+            ended = parent is not None and parent.status in m.TERMINAL - {"completed"}
+            if ended and not row.detached and row.status not in m.TERMINAL and row.cancel_requested_at is None:
+                self.cancel_one(row.run_id, m.ALL, "")
+
+    def purge(self, scope: m.Scope, limit: int, older_than: int | None, purged: Iterable[str]) -> None:
+        def since(row: Row) -> int:
+            return int(row.purge_at if older_than is None else row.finished_at + older_than)
+
+        def kept(row: Row) -> bool:
+            parent = self.runs.get(row.parent_run_id or "")
+            return parent is not None and parent.status not in m.TERMINAL and not row.detached
+
+        due = [row for row in self.mine(scope) if row.status in m.TERMINAL and since(row) <= self.clock() and not kept(row)]
+        chosen = [self.runs[run_id] for run_id in purged]
+        assert len(chosen) == min(limit, len(due)), f"purged {len(chosen)} of {len(due)} due runs"
+        latest = max((since(row) for row in chosen), default=0)
+        assert all(row in due for row in chosen), "purged what was not due"
+        assert all(since(row) >= latest for row in due if row not in chosen), "the oldest due are purged first"
+        for row in chosen:
+            del self.runs[row.run_id], self.journals[row.run_id], self.signals[row.run_id]
+            self.keys = {key: run_id for key, run_id in self.keys.items() if run_id != row.run_id}
+            self.edges = [edge for edge in self.edges if row.run_id not in edge]
+
+    # -- schedules and queues --------------------------------------------------------------------------------------------
+
+    def put_schedule(self, spec: m.ScheduleSpec, scope: Any) -> None:
+        key, values = (scope, spec.schedule_id), dataclasses.asdict(spec)
+        old = self.schedules.get(key)
+        if old is None:
+            fresh = {"enabled": True, "last_run_id": None, "consecutive_failures": 0, "created_at": self.clock()}
+            self.schedules[key] = Row(**values, **fresh, tenant=scope, parked_reason=None)
+            return
+        if (old.cron, old.tz) == (spec.cron, spec.tz):
+            values.pop("next_fire_at")
+        vars(old).update(values, parked_reason=None)
+
+    def pause_schedule(self, schedule_id: str, scope: Any, *, paused: bool, next_fire_at: int | None) -> bool:
+        row = self.schedules.get((scope, schedule_id))
+        if row is not None:
+            row.enabled = not paused
+            row.next_fire_at = row.next_fire_at if paused or next_fire_at is None else next_fire_at
+        return row is not None
+
+    def park_schedule(self, schedule_id: str, scope: Any, reason: str) -> bool:
+        row = self.schedules.get((scope, schedule_id))
+        if row is not None:
+            row.parked_reason = reason
+        return row is not None
+
+    def remove_schedule(self, schedule_id: str, scope: Any) -> bool:
+        return self.schedules.pop((scope, schedule_id), None) is not None
+
+    def due_schedules(self, scope: m.Scope) -> list[str]:
+        rows = [row for row in self.schedules.values() if scope is m.ALL or row.tenant == scope]
+        rows = [row for row in rows if row.enabled and row.parked_reason is None and row.next_fire_at is not None]
+        rows = [row for row in rows if row.next_fire_at <= self.clock()]
+        return sorted(row.schedule_id for row in rows)
+
+    def fire(self, firing: m.Firing) -> list[tuple[str, str]] | None:
+        row = self.schedules.get((firing.tenant, firing.schedule_id))
+        if row is None or not row.enabled or row.parked_reason is not None or row.next_fire_at != firing.expected:
+            return None
+        if firing.parked_reason is not None:
+            row.parked_reason = firing.parked_reason
+            return []
+        row.next_fire_at = firing.next_fire_at
+        answers = []
+        for new in firing.runs:
+            slot = (firing.tenant, firing.schedule_id, new.scheduled_for or 0)
+            if slot not in self.slots:
+                self.slots.add(slot)
+                answers.append(self.submit(new))
+                row.last_run_id = new.run_id
+        return answers
+
+    def set_queue(self, queue: m.QueueRecord) -> None:
+        self.queues[queue.tenant, queue.scope_name] = queue
+
+
+def seq_of(record: m.StepRecord) -> Any:
+    """The `seq` of the signal that a record names."""
+    return json.loads(record.result).get("seq")
+
+
+__all__ = ["NotFound", "Oracle", "seq_of"]
