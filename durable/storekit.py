@@ -37,7 +37,7 @@ def tenant_of(text: str | None) -> UUID | None:
     return None if text is None else _uuid(text)
 
 
-def stored_key(tenant: UUID | None, key: str) -> str:
+def stored_key(tenant: UUID | str | None, key: str) -> str:
     """A key as it is stored: `{tenant_id}:{key}`, or `:{key}` untagged (34). Two tenants never meet in one key."""
     return f":{key}" if tenant is None else f"{tenant}:{key}"
 

@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from durable.model import RecordKind, RunRecord, Status, StepRecord
-from durable.storekit import given_key, tenant_of
+from durable.model import ALL, RecordKind, RunRecord, Scope, Status, StepRecord
+from durable.storekit import given_key, stored_key, tenant_of, tenant_text
 
 RUN_COLUMNS: Final = (
     "run_id, name, status, tenant_id, input, output, error, error_kind, error_detail, queue, priority, attempts, failures,"
@@ -31,6 +31,11 @@ STEP_ORDER: Final = "position IS NULL, position, created_at, rowid"
 
 _STATUS: Final = {str(status): status for status in Status}
 _KIND: Final = {str(kind): kind for kind in RecordKind}
+
+
+def of_scope(scope: Scope) -> tuple[bool, str | None]:
+    """The two parameters of `(? OR tenant_id IS ?)`: everybody, or else whose rows (57, 59)."""
+    return (True, None) if scope is ALL else (False, tenant_text(scope))
 
 
 def run_columns(alias: str) -> str:
@@ -108,4 +113,20 @@ def step_record(row: Sequence[Any]) -> StepRecord:
         started_at=row[7],
         fence=row[8],
         signal_seq=row[9],
+        signal_seq=row[9],
     )
+
+
+__all__ = [
+    "RUN_COLUMNS",
+    "STEP_COLUMNS",
+    "STEP_ORDER",
+    "given_key",
+    "of_scope",
+    "run_columns",
+    "run_record",
+    "step_record",
+    "stored_key",
+    "tenant_of",
+    "tenant_text",
+]
