@@ -66,11 +66,20 @@ class Driver:
         assert list(got) == [found.get(run_id) for run_id in [*ids, *self.gone]], "get and find show the same"
         for run_id, pulse in zip(ids, pulses, strict=True):
             run = found[run_id]
-            shown = pulse and (pulse.run_id, pulse.status, pulse.attempts, pulse.wake_seq, pulse.updated_at, pulse.progress)
+            shown = pulse and (
+                pulse.run_id,
+                pulse.status,
+                pulse.attempts,
+                pulse.wake_seq,
+                pulse.updated_at,
+                pulse.progress,
+            )
             assert shown == (run_id, run.status, run.attempts, run.wake_seq, run.updated_at, run.progress), "the pulse"
             self._compare_run(run, oracle.runs[run_id])
         order = sorted(found.values(), key=lambda run: run.submitted)
-        assert [run.run_id for run in order] == sorted(ids, key=lambda one: oracle.runs[one].order), "the order of submission"
+        assert [run.run_id for run in order] == sorted(ids, key=lambda one: oracle.runs[one].order), (
+            "the order of submission"
+        )
         histories = await asyncio.gather(*(store.history(run_id, scope=m.ALL) for run_id in ids))
         for run_id, history in zip(ids, histories, strict=True):
             assert list(history) == by_position(oracle.journals[run_id]), f"the journal of {run_id}"
@@ -88,7 +97,9 @@ class Driver:
         fields += ["wake_after", "waiting_for", "available_at"] if run.status == "suspended" else []
         fields += ["replay_family"] if self.oracle.journals[run.run_id] else []
         for name in fields:
-            assert getattr(run, name) == getattr(row, name), f"{run.run_id}.{name}: {getattr(run, name)} != {getattr(row, name)}"
+            assert getattr(run, name) == getattr(row, name), (
+                f"{run.run_id}.{name}: {getattr(run, name)} != {getattr(row, name)}"
+            )
         if run.status == "pending":
             ready = None if run.available_at is None or run.available_at <= self.time else run.available_at
             wanted = None if row.available_at is None or row.available_at <= self.time else row.available_at
@@ -121,5 +132,7 @@ def limit_of(blocked_on: str | None) -> bool:
 
 def by_position(journal: list[m.StepRecord]) -> list[m.StepRecord]:
     """The order in which a journal is read: by position, attempt rows last."""
-    placed = sorted((record for record in journal if record.position is not None), key=lambda record: record.position or 0)
+    placed = sorted(
+        (record for record in journal if record.position is not None), key=lambda record: record.position or 0
+    )
     return placed + [record for record in journal if record.position is None]

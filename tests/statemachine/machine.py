@@ -46,7 +46,9 @@ NEW = st.fixed_dictionaries(
         "max_attempts": st.just(3),
     },
 )
-KINDS = st.sampled_from("step step step attempt timer signal start start child child cancel timeout pivot compensation undo again".split())
+KINDS = st.sampled_from(
+    "step step step attempt timer signal start start child child cancel timeout pivot compensation undo again".split()
+)
 OUTCOMES = st.sampled_from(
     "completed completed failed failed cancelled timed_out forward_incomplete retry suspended suspended suspended handed_back mismatch".split()
 )
@@ -158,8 +160,12 @@ class Machine(RuleBasedStateMachine):
 
     # -- claim -----------------------------------------------------------------------------------------------------------
 
-    @rule(limit=FEW, functions=st.sampled_from([FUNCTIONS, FUNCTIONS, FUNCTIONS[:1]]), scope=SCOPES, alone=st.booleans())
-    def claim(self, limit: int = 4, functions: Any = FUNCTIONS, scope: Any = m.ALL, alone: bool = False) -> list[m.Lease]:
+    @rule(
+        limit=FEW, functions=st.sampled_from([FUNCTIONS, FUNCTIONS, FUNCTIONS[:1]]), scope=SCOPES, alone=st.booleans()
+    )
+    def claim(
+        self, limit: int = 4, functions: Any = FUNCTIONS, scope: Any = m.ALL, alone: bool = False
+    ) -> list[m.Lease]:
         return self.claim_by(self.request(limit=limit, functions=functions, scope=scope, alone=alone))
 
     @rule(family=st.sampled_from(["new", "newer"]), most=st.integers(1, 2), queue=st.sampled_from(["default", "other"]))
@@ -168,7 +174,13 @@ class Machine(RuleBasedStateMachine):
         self.claim_by(self.request(family=family, queues={queue: most}))
 
     def request(self, **values: Any) -> m.ClaimRequest:
-        given = {"queues": {"default": 3, "other": 3}, "functions": FUNCTIONS, "limit": 4, "family": "new", "scope": m.ALL}
+        given = {
+            "queues": {"default": 3, "other": 3},
+            "functions": FUNCTIONS,
+            "limit": 4,
+            "family": "new",
+            "scope": m.ALL,
+        }
         return m.ClaimRequest(mark=self.next("mark"), lease=LEASE, **{**given, **values})
 
     def claim_by(self, request: m.ClaimRequest) -> list[m.Lease]:
@@ -222,7 +234,7 @@ class Machine(RuleBasedStateMachine):
         if kind == "again" and journal:
             given |= {"step_id": journal[seen % len(journal)].step_id, "kind": "step"}
         elif kind == "signal" and box and box.signals:
-            given["result"] = json.dumps({"v": {"seq": box.signals[0].seq, "payload": 0}})
+            given["signal_seq"] = box.signals[0].seq
         elif kind == "child" and box and box.children:
             given["step_id"] = f"{box.children[0].step_id}:end"
         elif kind == "start" and row is not None:
@@ -278,9 +290,13 @@ class Machine(RuleBasedStateMachine):
         row = self.oracle.runs.get(lease.run_id)
         journal = self.oracle.journals.get(lease.run_id, [])
         places = [record.position for record in journal if record.position is not None]
-        failure = m.Failure(message=how, positions=tuple(places[detail % 4 :: 3]) if detail < 6 else (), detail='{"type":"E"}')
+        failure = m.Failure(
+            message=how, positions=tuple(places[detail % 4 :: 3]) if detail < 6 else (), detail='{"type":"E"}'
+        )
         if how == "suspended":
-            children = [c for c in self.oracle.runs.values() if c.parent_run_id == lease.run_id and c.status not in m.TERMINAL]
+            children = [
+                c for c in self.oracle.runs.values() if c.parent_run_id == lease.run_id and c.status not in m.TERMINAL
+            ]
             return m.Suspended(
                 until=[None, self.driver.time + 20 * SECOND, self.driver.time - SECOND][detail % 3],
                 waiting_for='{"signals":["go"]}',
@@ -301,7 +317,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(pick=PICK, progress=st.sampled_from([None, '"half"']))
     def renew(self, pick: int, progress: str | None = None) -> None:
-        renewals = [m.Renewal(lease=lease, progress=progress) for lease in dict.fromkeys([*self.live(), self.lease(pick)])]
+        renewals = [
+            m.Renewal(lease=lease, progress=progress) for lease in dict.fromkeys([*self.live(), self.lease(pick)])
+        ]
         wanted = self.oracle.renew(renewals, LEASE)
         assert list(now(self.store.renew(renewals, lease=LEASE))) == wanted
 

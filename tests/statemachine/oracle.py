@@ -91,7 +91,9 @@ class RunOracle:
             if row.status == "pending" and row.attempts == 0:
                 return self.join(row, new, start)
         self.serial += 1
-        row = Row(**dict.fromkeys(FIELDS), positions=(), wake_delay=0, wake_on_failure=False, order=self.serial, retried=False)
+        row = Row(
+            **dict.fromkeys(FIELDS), positions=(), wake_delay=0, wake_on_failure=False, order=self.serial, retried=False
+        )
         for name in {field.name for field in dataclasses.fields(m.NewRun)} & set(FIELDS):
             setattr(row, name, getattr(new, name))
         row.status, row.created_at, row.submitted = "pending", self.clock(), self.serial
@@ -132,7 +134,9 @@ class RunOracle:
     def line(self, row: Row) -> list[Row]:
         """Live runs of the same sequence, but not this one, in the order of their submission."""
         key = (row.tenant, row.sequence_key)
-        others = [other for other in self.runs.values() if (other.tenant, other.sequence_key) == key and other is not row]
+        others = [
+            other for other in self.runs.values() if (other.tenant, other.sequence_key) == key and other is not row
+        ]
         live = [other for other in others if row.sequence_key is not None and other.status not in m.TERMINAL]
         return sorted(live, key=lambda other: other.order)
 
@@ -165,21 +169,33 @@ class RunOracle:
         """Whether a scope of this run has all its permits out."""
         for scope in self.scopes(row):
             limit = self.rule(row, scope).max_concurrency
-            peers = [r for r in self.runs.values() if r.status == "running" and r.tenant == row.tenant and scope in self.scopes(r)]
+            peers = [
+                r
+                for r in self.runs.values()
+                if r.status == "running" and r.tenant == row.tenant and scope in self.scopes(r)
+            ]
             if scope.startswith("key:"):
                 peers = [peer for peer in peers if peer.concurrency_key == row.concurrency_key]
             if limit is not None and len(peers) >= limit:
                 return True
         return False
 
-    def claim(self, request: m.ClaimRequest, taken: Sequence[str], ended: Iterable[str], held_up: Iterable[str]) -> None:
+    def claim(
+        self, request: m.ClaimRequest, taken: Sequence[str], ended: Iterable[str], held_up: Iterable[str]
+    ) -> None:
         """Check and follow a claim that gave `taken`, landed `ended` and set `blocked_on` of `held_up` to a full scope."""
         again = [row for row in self.runs.values() if row.status == "running" and row.lease_owner == request.mark]
         if again:
-            assert sorted(taken) == sorted(row.run_id for row in again), "the same mark gives what it holds, and nothing more"
+            assert sorted(taken) == sorted(row.run_id for row in again), (
+                "the same mark gives what it holds, and nothing more"
+            )
             return
         lone = self.claimable(request, alone=True) if request.alone else []
-        if len(taken) == 1 and taken[0] in [row.run_id for row in lone] and self.ends_at_claim(self.runs[taken[0]]) is None:
+        if (
+            len(taken) == 1
+            and taken[0] in [row.run_id for row in lone]
+            and self.ends_at_claim(self.runs[taken[0]]) is None
+        ):
             candidates = [self.runs[taken[0]]]
         else:
             candidates = self.claimable(request)
@@ -201,7 +217,9 @@ class RunOracle:
             if row.run_id in taken:
                 assert not self.full(row), f"{row.run_id} was taken past a limit"
                 self.take(row, request)
-            elif any(self.runs[run_id].queue == row.queue for run_id in taken if ids.index(run_id) > ids.index(row.run_id)):
+            elif any(
+                self.runs[run_id].queue == row.queue for run_id in taken if ids.index(run_id) > ids.index(row.run_id)
+            ):
                 assert self.full(row) or row.run_id in held_up or limited, f"{row.run_id} was passed over"
         assert all(self.runs[run_id].status == "running" for run_id in taken), "took what may not be claimed"
         for run_id in held_up:
@@ -223,7 +241,10 @@ class RunOracle:
             if row is None or there:
                 answers.append(("lost", None) if row is None else ("recorded", there[0]))
                 continue
-            same = {name: getattr(new, name) for name in ("step_id", "kind", "position", "seen", "digest", "result")}
+            same = {
+                name: getattr(new, name)
+                for name in ("step_id", "kind", "position", "seen", "digest", "result", "signal_seq")
+            }
             at = max(self.clock(), new.floor)
             record = m.StepRecord(**same, at=at, started_at=new.started_at, fence=row.attempts)
             self.journals[row.run_id].append(record)
@@ -248,7 +269,10 @@ class RunOracle:
 
     def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> list[str]:
         """Terminal states first, suspensions last: each against the wakes that the others of its batch have made."""
-        order = sorted(range(len(entries)), key=lambda at: (type(entries[at][1]) not in LANDED, type(entries[at][1]) is m.Suspended))
+        order = sorted(
+            range(len(entries)),
+            key=lambda at: (type(entries[at][1]) not in LANDED, type(entries[at][1]) is m.Suspended),
+        )
         answers = {at: self.settle_one(*entries[at]) for at in order}
         return [answers[at] for at in range(len(entries))]
 
@@ -257,7 +281,11 @@ class RunOracle:
         if row is None:
             row = self.runs.get(lease.run_id)
             same = row is not None and (row.attempts, row.lease_owner) == (lease.attempts, lease.mark)
-            return "landed" if same and row and row.status == self.state_after(outcome) and row.left_by == "settle" else "lost"
+            return (
+                "landed"
+                if same and row and row.status == self.state_after(outcome) and row.left_by == "settle"
+                else "lost"
+            )
         if not isinstance(outcome, m.Cancelled | m.HandedBack) and self.asked(row):
             return "woken"
         if isinstance(outcome, m.Suspended) and outcome.wake_seq != row.wake_seq:
@@ -266,7 +294,12 @@ class RunOracle:
         if isinstance(outcome, m.Completed):
             self.land(row, "completed", None, outcome.output)
         elif isinstance(outcome, m.Suspended):
-            row.status, row.waiting_for, row.wake_after, row.reclaims = "suspended", outcome.waiting_for, outcome.wake_after, 0
+            row.status, row.waiting_for, row.wake_after, row.reclaims = (
+                "suspended",
+                outcome.waiting_for,
+                outcome.wake_after,
+                0,
+            )
             row.wake_delay, row.wake_on_failure = outcome.wake_delay, outcome.wake_on_failure
             row.available_at = min([at for at in (outcome.until, row.deadline_at) if at is not None], default=None)
         elif isinstance(outcome, m.Retry):

@@ -6,7 +6,6 @@ Called like `oracle.py`, by the state machine only, and written in the same way:
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace as Row
 from typing import Any
@@ -92,8 +91,22 @@ class Oracle(RunOracle):
         names = {record.step_id for record in kept}
         kept = [record for record in kept if record.kind != "start" or f"{record.step_id}:end" in names]
         self.serial += 1
-        copied = ("name", "tenant", "input", "queue", "priority", "max_attempts", "options", "version", "fingerprint", "seed", "keep")
-        new = Row(**dict.fromkeys(FIELDS), positions=(), wake_delay=0, wake_on_failure=False, order=self.serial, retried=False)
+        copied = (
+            "name",
+            "tenant",
+            "input",
+            "queue",
+            "priority",
+            "max_attempts",
+            "options",
+            "version",
+            "fingerprint",
+            "seed",
+            "keep",
+        )
+        new = Row(
+            **dict.fromkeys(FIELDS), positions=(), wake_delay=0, wake_on_failure=False, order=self.serial, retried=False
+        )
         vars(new).update({name: getattr(row, name) for name in copied}, left_by="", length=row.length)
         new.run_id, new.status, new.attempts, new.forked_from = new_run_id, "pending", 1, run_id
         new.failures = new.reclaims = new.wake_seq = new.wake_after = 0
@@ -127,7 +140,7 @@ class Oracle(RunOracle):
                 answers.append(None)
                 continue
             names = {record.step_id for record in self.journals[row.run_id]}
-            taken = {seq_of(record) for record in self.journals[row.run_id] if record.kind == "signal"}
+            taken = {record.signal_seq for record in self.journals[row.run_id]}
             fresh = [old for old in self.signals[row.run_id] if old.seq not in taken]
             signals = [m.Signal(name=old.name, seq=old.seq, payload=old.payload, at=old.at) for old in fresh]
             children = [c for c in self.runs.values() if c.parent_run_id == row.run_id and c.status in m.TERMINAL]
@@ -145,7 +158,9 @@ class Oracle(RunOracle):
                 )
                 for c in sorted(children, key=lambda child: (child.finished_at, child.run_id))
             ]
-            answers.append(m.Inbox(wake_seq=row.wake_seq, cancel_requested=self.asked(row), signals=signals, children=ends))
+            answers.append(
+                m.Inbox(wake_seq=row.wake_seq, cancel_requested=self.asked(row), signals=signals, children=ends)
+            )
         return answers
 
     # -- chores ----------------------------------------------------------------------------------------------------------
@@ -196,7 +211,9 @@ class Oracle(RunOracle):
             parent = self.runs.get(row.parent_run_id or "")
             return parent is not None and parent.status not in m.TERMINAL and not row.detached
 
-        due = [row for row in self.mine(scope) if row.status in m.TERMINAL and since(row) <= self.clock() and not kept(row)]
+        due = [
+            row for row in self.mine(scope) if row.status in m.TERMINAL and since(row) <= self.clock() and not kept(row)
+        ]
         chosen = [self.runs[run_id] for run_id in purged]
         assert len(chosen) == min(limit, len(due)), f"purged {len(chosen)} of {len(due)} due runs"
         latest = max((since(row) for row in chosen), default=0)
@@ -261,11 +278,3 @@ class Oracle(RunOracle):
 
     def set_queue(self, queue: m.QueueRecord) -> None:
         self.queues[queue.tenant, queue.scope_name] = queue
-
-
-def seq_of(record: m.StepRecord) -> Any:
-    """The `seq` of the signal that a record names."""
-    return json.loads(record.result).get("seq")
-
-
-__all__ = ["NotFound", "Oracle", "seq_of"]
