@@ -23,6 +23,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 from durable.errors import DurableError, Misuse, StoreUnavailable
 from durable.model import Instant
 from durable.settings import Micros
+from durable.storekit import Renames
 
 from .faults import mapped
 from .wakeups import Wakeups
@@ -182,8 +183,11 @@ class Core:
         connect: Callable[[], Connection],
         clock: Callable[[], Instant] | None,
         busy_timeout: Micros,
+        renames: Renames,
+        prepare: Operation[None] | None = None,
     ) -> None:
         self.path = path
+        self.renames = renames
         self.pid = os.getpid()
         self.clock = clock
         self.lock = threading.Lock()  # flushes, checkpoints and ctx.transaction: one writer in this process
@@ -197,6 +201,8 @@ class Core:
         self._readers: dict[str, Lane] = {}
         self._readers_lock = threading.Lock()
         self.writer = connect()
+        if prepare is not None:
+            self._prepare(prepare)
         found = os.stat(path) if path is not None else None
         self._identity = (found.st_ino, found.st_dev) if found is not None else None
         self._wal = f"{path}-wal"
@@ -211,6 +217,17 @@ class Core:
 
     def _nudge(self) -> None:
         self.lane.nudge()
+
+    def _prepare(self, prepare: Operation[None]) -> None:
+        """The first transaction, before there is a thread: schema and migration. Where it fails nothing stays open."""
+        try:
+            self.begin(self.writer)
+            prepare(self.writer, self.now())
+            self.writer.execute("COMMIT")
+        except BaseException:
+            self._roll_back(self.writer)
+            self.writer.close()
+            raise
 
     # -- time ------------------------------------------------------------------------------------------------------------
 
@@ -235,6 +252,17 @@ class Core:
             )
         if self._failure is not None:
             raise StoreUnavailable(self._failure, hint="restart this process, so that it opens the file that is there now")
+
+    @property
+    def usable(self) -> bool:
+        """False once its file was replaced: a new core must be opened."""
+        if self._failure is None and self.path is not None:
+            try:
+                found = os.stat(self.path)
+            except FileNotFoundError:
+                return False
+            return (found.st_ino, found.st_dev) == self._identity
+        return self._failure is None
 
     def _verify_file(self) -> None:
         """SQLite goes on 'succeeding' after its file was unlinked or replaced; what is written then goes nowhere."""
