@@ -259,6 +259,9 @@ class Journal:
         if answer.record is None:
             holder.lose("fenced out at an append")
             raise LeaseLost(f"run {lease.run_id}: another worker holds it now; {record.step_id} was not written")
+        if not holder.valid():  # it is durable, but no step may start from here (14)
+            holder.lose("it could not be renewed before it ended")
+            raise LeaseLost(f"run {lease.run_id}: the lease ended while a record was written")
         if self._events.wanted:
             self._events.emit(
                 StepRecorded(run_id=lease.run_id, step_id=record.step_id, kind=record.kind, position=record.position)

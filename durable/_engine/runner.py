@@ -1,0 +1,396 @@
+"""One claim to one outcome: runs the body of a claimed run and carries out how the run leaves this worker.
+
+The worker makes a `Running` for each claim and awaits `run()` in one task. A `Running` is the activation's `Recorder` and the
+lease's `Listener`. What an ending means is decided as a value in `outcomes.py`, and written once, fenced, by the journal's settle
+lane. What the store decides (children, dependents, permits, deadlines in the queue) is not repeated here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, Protocol, TypeAlias
+
+from ..activation import Activation
+from ..clock import boottime
+from ..codec import Codec
+from ..errors import LeaseLost, StoreUnavailable
+from ..events import BodyAbandoned, CodeChanged, EngineFault, Events, LeaseLapsed, RunMismatched, RunRested, RunSettled
+from ..function import Function
+from ..model import (
+    Cancelled,
+    Claimed,
+    Completed,
+    HandedBack,
+    Inbox,
+    Instant,
+    Json,
+    Lease,
+    NewRecord,
+    Outcome,
+    Retry,
+    StepRecord,
+    Suspended,
+)
+from ..protocol import Store
+from ..replay import CancelledEnding, Ending, Interrupted, Mismatch, PutAside, Rest
+from ..settings import SECOND, Micros, Settings
+from .journal import Journal, Lane
+from .leases import Hold, Leases
+from .outcomes import cancelled_by_ask, growing_delay, outcome_of, time_limit
+from .slots import Slots, Threads
+
+TEARDOWN_LIMIT: Micros = 10 * SECOND
+"""How long a body that is put aside may take to die before it is left to itself."""
+
+Why: TypeAlias = Literal["suspend", "hand_back", "lost"]
+
+
+class Host(Protocol):
+    """What a running body needs from its worker."""
+
+    store: Store
+    settings: Settings
+    codec: Codec
+    events: Events
+    journal: Journal
+    leases: Leases
+    slots: Slots
+    threads: Threads
+    inboxes: Lane[Lease, Inbox | None]
+    transactions: asyncio.Semaphore
+    lease: Micros
+    ended: bool
+    """The grace period is over: bodies are handed back."""
+
+    def rests(self, running: Running, rest: Rest | None) -> bool:
+        """The run came to rest, or (None) goes on. True: it should leave memory at once."""
+        ...
+
+    def recorded(self, running: Running) -> None:
+        """The run made its first record under this claim."""
+        ...
+
+    def due(self, instant: Instant) -> None:
+        """Something is due then: the promotion should not sleep past it."""
+        ...
+
+
+class Running:
+    """One run in hand. On the worker's loop."""
+
+    def __init__(self, host: Host, claimed: Claimed, function: Function[..., Any], hold: Hold) -> None:
+        self.host = host
+        self.claimed = claimed
+        self.function = function
+        self.hold = hold
+        hold.listener = self
+        self.codec = host.codec
+        self.settings = host.settings
+        self.alone = claimed.run.reclaims >= 2
+        self.handed_back = False
+        self.abandoned = False
+        self.resting = False
+        self.since = boottime()
+        self._task: asyncio.Task[Any] | None = None
+        self._activation: Activation | None = None
+        self._aside: asyncio.Task[None] | None = None
+        self._why: Why | None = None
+        self._rest: Rest | None = None
+        self._has_slot = True
+        self._settling = False
+        self._cancel = claimed.run.cancel_requested_at is not None and claimed.run.cancel_refused_at is None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._park: asyncio.TimerHandle | None = None
+
+    # -- from the claim to the outcome ----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run the body, settle, leave. An error of ours is reported and hands the run back; it never reaches the worker."""
+        self._task = asyncio.current_task()
+        try:
+            await self._live()
+        except asyncio.CancelledError:
+            if not self.abandoned:
+                raise
+        except LeaseLost as error:
+            self.hold.lose(error.message)
+            self._report(None, "lost")
+        except Exception as error:  # noqa: BLE001 -- a defect of ours must not take the worker with it
+            self.host.events.emit(EngineFault(where=f"run {self.hold.lease.run_id}", error=f"{type(error).__name__}: {error}"))
+            await self._settle(HandedBack(after=growing_delay(self.claimed.run.attempts)))
+        finally:
+            self._disarm()
+            self._stop_resting()
+            self._give_slot()
+            self.host.leases.remove(self.hold)
+            self.host.journal.forget(self.hold.lease.run_id)
+
+    async def _live(self) -> None:
+        claimed, inbox = self.claimed, None
+        if self.host.events.wanted and claimed.history and claimed.run.fingerprint != self.function.fingerprint:
+            self.host.events.emit(CodeChanged(run_id=claimed.run.run_id, name=claimed.run.name))
+        while True:
+            if not self.hold.valid():
+                self.hold.lose("it had ended before the body began")
+                self._report(None, "lost")
+                return
+            ending = await self._execute(claimed, inbox)
+            outcome = self._decide(ending, claimed)
+            if outcome is None or self.hold.gone is not None:  # the first question of semantics 47
+                self._report(outcome, "lost")
+                return
+            answer = await self._settle(outcome)
+            if answer == "woken" and isinstance(outcome, Suspended):
+                # Something came while the body was put aside: read it, and go on at once, without another claim (5, 31).
+                inbox = await self.inbox()
+                assert self._activation is not None
+                claimed = dataclasses.replace(claimed, history=self._activation.history)
+                await self._take_slot()
+                continue
+            if answer == "woken":  # a cancel was asked for and is not refused: it decides (43, 47)
+                outcome = cancelled_by_ask()
+                answer = await self._settle(outcome)
+            self._report(outcome, answer)
+            return
+
+    async def _execute(self, claimed: Claimed, inbox: Inbox | None) -> Ending:
+        activation = self._activation = Activation(self.function, claimed, self, inbox)
+        self._why = self._aside = self._rest = None
+        if self._cancel or (inbox is not None and inbox.cancel_requested):
+            self._cancel = True
+            activation.ask_cancel("")
+        self._arm(activation)
+        if self.host.ended:
+            self.set_aside("hand_back")
+        try:
+            return await activation.run()
+        finally:
+            self._disarm()
+            self._stop_resting()
+
+    def _decide(self, ending: Ending, claimed: Claimed) -> Outcome | None:
+        """The outcome of an ending; None: the lease is lost and nothing is written."""
+        if isinstance(ending, PutAside):
+            if self._why == "suspend" and self._rest is not None:
+                rest = self._rest
+                return Suspended(
+                    until=rest.until,
+                    waiting_for=rest.waiting_for,
+                    wake_seq=rest.wake_seq,
+                    wake_after=rest.wake_after,
+                    wake_on_failure=rest.wake_on_failure,
+                )
+            if self._why == "hand_back":
+                self.handed_back = True
+                return HandedBack()
+            return None
+        if isinstance(ending, Interrupted) and isinstance(ending.error, (LeaseLost, StoreUnavailable)):
+            self.hold.lose(ending.error.message)
+            return None
+        if isinstance(ending, Mismatch):
+            self.host.events.emit(
+                RunMismatched(run_id=claimed.run.run_id, name=claimed.run.name, explanation=str(ending.error))
+            )
+        history = self._activation.history if self._activation is not None else claimed.history
+        return outcome_of(
+            ending,
+            run=claimed.run,
+            history=history,
+            declared=self.function.retry,
+            cancel_asked=self._cancel,
+            now=self.host.store.clock(),
+            mismatch_limit=self.settings.mismatch_limit,
+        )
+
+    async def _settle(self, outcome: Outcome) -> str:
+        if self.hold.gone is not None:
+            return "lost"
+        self._settling = True
+        try:
+            answer = await self.host.journal.settle(self.hold, outcome)
+        finally:
+            self._settling = False
+        if answer == "landed":
+            until = outcome.until if isinstance(outcome, Suspended) else None
+            if isinstance(outcome, (Retry, HandedBack)) and outcome.after:
+                until = self.host.store.clock() + outcome.after
+            if until is not None:
+                self.host.due(until)
+        return answer
+
+    def _report(self, outcome: Outcome | None, answer: str) -> None:
+        if not self.host.events.wanted:
+            return
+        run = self.claimed.run
+        failure = None if isinstance(outcome, (Completed, Suspended, type(None))) else outcome.failure
+        self.host.events.emit(
+            RunSettled(
+                run_id=run.run_id,
+                name=run.name,
+                tenant=run.tenant,
+                outcome=type(outcome).__name__ if outcome is not None else "None",
+                answer=answer,
+                error_kind=failure.kind if failure is not None else None,
+                took=boottime() - self.since,
+            )
+        )
+
+    # -- what the lease says (Listener) -----------------------------------------------------------------------------------
+
+    def lease_lost(self, why: str) -> None:
+        """Put the body aside at once; nothing is written any more (14)."""
+        if self._settling:
+            return  # the renewal saw the run after our own settle; its answer says what became of it
+        self.host.events.emit(LeaseLapsed(run_id=self.hold.lease.run_id, why=why))
+        self.set_aside("lost")
+
+    def news(self) -> None:
+        """A signal, a child's end or an ask came."""
+        if self._activation is not None:
+            self._activation.news()
+
+    def cancel_asked(self) -> None:
+        """An ask that is not refused (44)."""
+        self._cancel = True
+        if self._activation is not None:
+            self._activation.ask_cancel("")
+
+    # -- putting aside ----------------------------------------------------------------------------------------------------
+
+    def set_aside(self, why: Why) -> None:
+        """Put the body aside (28a), once; a lost lease is the strongest reason."""
+        if self._why is None or why == "lost":
+            self._why = why
+        if self._aside is None and self._activation is not None:
+            self._aside = asyncio.get_running_loop().create_task(self._put_aside(self._activation))
+
+    async def _put_aside(self, activation: Activation) -> None:
+        try:
+            async with asyncio.timeout(TEARDOWN_LIMIT / SECOND):
+                await activation.set_aside()
+        except TimeoutError:
+            self.abandon("a step of it does not end")
+
+    def abandon(self, why: str) -> None:
+        """Leave it to itself: nothing is settled, and the sweep returns the run when its lease has lapsed."""
+        if self.abandoned or self._task is None:
+            return
+        self.abandoned = True
+        self.host.events.emit(BodyAbandoned(run_id=self.hold.lease.run_id, name=self.function.name, why=why))
+        self.hold.gone = self.hold.gone or why
+        self._task.cancel()
+
+    def suspend(self) -> None:
+        """Let a run that rests leave memory (30)."""
+        rest = self._activation.rest if self._activation is not None else None
+        if self.resting and rest is not None and self._aside is None:
+            self._rest = rest
+            self.set_aside("suspend")
+
+    # -- what the activation asks for (Recorder) --------------------------------------------------------------------------
+
+    def clock(self) -> Instant:
+        """The store's clock as this process estimates it."""
+        return self.host.store.clock()
+
+    def append(self, record: NewRecord) -> Coroutine[Any, Any, StepRecord]:
+        """Durable when it returns."""
+        if self.hold.progress is not None:
+            record = dataclasses.replace(record, progress=self.hold.progress)
+            self.hold.progress = None
+        if self.alone:
+            self.alone = False
+            self.host.recorded(self)
+        return self.host.journal.append(self.hold, record)
+
+    async def transaction(self, work: Callable[[Any], Awaitable[NewRecord]], timeout: Micros) -> StepRecord:
+        """Exactly once (26)."""
+        async with self.host.transactions:
+            answer = await self.host.store.transaction(self.hold.lease, work, timeout=min(timeout, self.host.lease // 3))
+        if answer.record is None:
+            self.hold.lose("fenced out at a transaction")
+            raise LeaseLost(f"run {self.hold.lease.run_id}: another worker holds it now; the transaction left nothing")
+        return answer.record
+
+    async def inbox(self) -> Inbox:
+        """What came from outside."""
+        lease = self.hold.lease
+        found = await self.host.inboxes.put(lease.run_id, lease, alive=self.hold.valid)
+        if found is None:
+            self.hold.lose("fenced out at a reading of its inbox")
+            raise LeaseLost(f"run {lease.run_id}: another worker holds it now")
+        if found.wake_seq > self.hold.wake_seq:
+            self.hold.wake_seq = found.wake_seq
+        if found.cancel_requested and not self._cancel:
+            self.cancel_asked()
+        return found
+
+    def progress(self, progress: Json) -> None:
+        """Kept for the next renewal or append."""
+        self.hold.progress = progress
+
+    def run_blocking(self, call: Callable[[], Any]) -> Awaitable[Any]:
+        """In the pool of threads."""
+        return self.host.threads.run(call)
+
+    def give_slot(self, rest: Rest) -> None:
+        """The run is at rest (30)."""
+        self._give_slot()
+        self.resting = True
+        if self.host.events.wanted:
+            self.host.events.emit(
+                RunRested(run_id=self.hold.lease.run_id, until=rest.until, waiting_for=rest.waiting_for)
+            )
+        crowded = self.host.rests(self, rest)
+        loop = asyncio.get_running_loop()
+        if crowded or (rest.until is not None and rest.until - self.clock() > self.settings.park_after):
+            self._park = loop.call_later(0, self.suspend)
+        else:
+            self._park = loop.call_later(self.settings.park_after / SECOND, self.suspend)
+
+    async def take_slot(self) -> None:
+        """The run goes on."""
+        self._stop_resting()
+        await self._take_slot()
+
+    # -- slots and timers -------------------------------------------------------------------------------------------------
+
+    def _stop_resting(self) -> None:
+        if self.resting:
+            self.resting = False
+            self.host.rests(self, None)
+        if self._park is not None:
+            self._park.cancel()
+            self._park = None
+
+    def _give_slot(self) -> None:
+        if self._has_slot:
+            self._has_slot = False
+            self.host.slots.give()
+
+    async def _take_slot(self) -> None:
+        if not self._has_slot:
+            await self.host.slots.take()
+            self._has_slot = True
+
+    def _arm(self, activation: Activation) -> None:
+        """The cap of one execution, counted from the claim, and the deadline (12)."""
+        run = self.claimed.run
+        loop = asyncio.get_running_loop()
+        cap = time_limit(run, self.function.timeout)
+        if cap is not None:
+            left = cap - (boottime() - self.since)
+            self._timers.append(loop.call_later(max(left, 0) / SECOND, activation.time_out, "timeout"))
+        if run.deadline_at is not None:
+            left = run.deadline_at - self.clock()
+            self._timers.append(loop.call_later(max(left, 0) / SECOND, activation.time_out, "deadline"))
+
+    def _disarm(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+
+__all__ = ["Host", "Running"]
