@@ -30,7 +30,7 @@ WHERE run_id = ? AND status IN ('pending', 'suspended') AND attempts > 0
 def request_cancel(
     con: sqlite3.Connection, now: Instant, run_ids: Sequence[str], scope: Scope, reason: str
 ) -> list[bool]:
-    """One answer per run: True where it will end cancelled, or refuse and say so; False for terminal, unknown, another tenant's."""
+    """One answer per run: True where it will end cancelled, or refuse and say so; False: terminal, unknown, another tenant's."""
     return [_request(con, now, run_id, scope, reason) for run_id in run_ids]
 
 

@@ -10,22 +10,21 @@ import json
 import sqlite3
 from collections.abc import Iterable
 
-from durable.model import TERMINAL, Instant, RecordKind, Status
+from durable.model import Instant, RecordKind
 
 from . import cancel
 
 JOURNAL = "SELECT step_id, kind, position, seen FROM durable_step WHERE run_id = ?"
-CHILD = "SELECT run_id, status, detached FROM durable_run WHERE parent_run_id = ? AND parent_step_id = ?"
+CHILD = "SELECT run_id, detached FROM durable_run WHERE parent_run_id = ? AND parent_step_id = ?"
 DELETE = "DELETE FROM durable_step WHERE run_id = ? AND step_id IN (SELECT value FROM json_each(?))"
 RENAME_CHILD = "UPDATE durable_run SET parent_step_id = ? WHERE run_id = ?"
-# A journal without a record begins anew: the next claim sets the start and the replay family. A pivot or a compensation counts
-# for as long as its record is there.
-SETTLE_RUN = """
-UPDATE durable_run SET
-    started_at = CASE WHEN ? THEN started_at END,
-    replay_family = CASE WHEN ? THEN replay_family END,
-    compensating = CASE WHEN ? THEN compensating ELSE 0 END,
-    cancel_refused_at = CASE WHEN ? THEN cancel_refused_at END
+# A journal without a record begins anew: the next claim sets the start and the replay family.
+BEGIN_ANEW = "UPDATE durable_run SET started_at = NULL, replay_family = NULL WHERE run_id = ?"
+NO_COMPENSATION = "UPDATE durable_run SET compensating = 0 WHERE run_id = ?"
+# The run is before its pivot again. An ask that was refused is spent (46): it goes with the refusal.
+NO_PIVOT = """
+UPDATE durable_run SET cancel_refused_at = NULL,
+    cancel_requested_at = CASE WHEN cancel_refused_at IS NULL THEN cancel_requested_at END
 WHERE run_id = ?
 """
 
@@ -39,31 +38,32 @@ def take_out(
     *,
     keep_children: bool = False,
 ) -> int:
-    """Delete the records at `positions`, every record made after the first of them was seen, and the attempt rows of all of
-    them. Children that failed, and those whose start is deleted, start anew: the old child keeps its row, its `parent_step_id` gets
-    the suffix `@{attempts}`, and if it is live it is asked to stop. The answer: how many records are left.
+    """Delete the records at `positions`, every record made after the first of them was seen, and the attempt rows of all of them.
 
-    `keep_children`: the children themselves go on, only their ends are forgotten (a graph whose node is retried, 77).
+    Children whose failed end is at one of the positions, and those whose start is deleted, start anew: the old child keeps its
+    row, its `parent_step_id` gets the suffix `@{attempts}`, and if it is live it is asked to stop. With `keep_children` they go
+    on and only their ends are forgotten (a graph whose node is retried, 77). The answer: how many records are left.
     """
     rows = con.execute(JOURNAL, (run_id,)).fetchall()
-    gone = _doomed(rows, set(positions))
-    started = {step_id for step_id, kind, _, _ in rows if kind == RecordKind.START and step_id in gone}
+    failed = set(positions)
+    gone = _doomed(rows, failed)
     if not keep_children:
-        ended = {
-            step_id.removesuffix(":end") for step_id, kind, _, _ in rows if kind == RecordKind.CHILD and step_id in gone
-        }
-        for start in sorted(started | ended):
-            if _start_anew(con, now, run_id, start, attempts, always=start in started):
-                gone |= {start, f"{start}:end"}
+        ends = [
+            (step_id.removesuffix(":end"), position) for step_id, kind, position, _ in rows if kind == RecordKind.CHILD
+        ]
+        anew = {step_id for step_id, kind, _, _ in rows if kind == RecordKind.START and step_id in gone}
+        anew |= {start for start, position in ends if position in failed}
+        anew |= {start for start, _ in ends if f"{start}:end" in gone and _child(con, run_id, start) is None}
+        for start in sorted(anew):
+            _part(con, now, run_id, start, attempts)
+            gone |= {start, f"{start}:end"}
     gone |= {
         step_id for step_id, kind, _, _ in rows if kind == RecordKind.ATTEMPT and step_id.rpartition("@")[0] in gone
     }
     if gone:
         con.execute(DELETE, (run_id, json.dumps(sorted(gone))))
     left = [row for row in rows if row[0] not in gone]
-    kinds = {kind for _, kind, _, _ in left}
-    recorded = any(position is not None for _, _, position, _ in left)
-    con.execute(SETTLE_RUN, (recorded, bool(left), RecordKind.COMPENSATION in kinds, RecordKind.PIVOT in kinds, run_id))
+    _forget(con, run_id, {kind for step_id, kind, _, _ in rows if step_id in gone}, {kind for _, kind, _, _ in left})
     return len(left)
 
 
@@ -74,16 +74,28 @@ def _doomed(rows: Iterable[tuple[str, str, int | None, int]], positions: set[int
     return {step_id for step_id, _, position, seen in rows if position in positions or seen >= first}
 
 
-def _start_anew(con: sqlite3.Connection, now: Instant, run_id: str, start: str, attempts: int, *, always: bool) -> bool:
-    """Part a child from its parent's step, so that the step can start another. False for one that completed and whose start stays:
-    its end is read again from the inbox."""
-    child = con.execute(CHILD, (run_id, start)).fetchone()
+def _child(con: sqlite3.Connection, run_id: str, start: str) -> tuple[str, bool] | None:
+    """The child that a step started, and whether it is detached. None: purged, so nothing would answer for it any more."""
+    row: tuple[str, bool] | None = con.execute(CHILD, (run_id, start)).fetchone()
+    return row
+
+
+def _part(con: sqlite3.Connection, now: Instant, run_id: str, start: str, attempts: int) -> None:
+    """Part a child from its parent's step, so that the step can start another."""
+    child = _child(con, run_id, start)
     if child is None:
-        return True  # purged meanwhile: nothing would ever answer for it
-    child_id, status, detached = child
-    if not always and (status == Status.COMPLETED or status not in TERMINAL):
-        return False
+        return
+    child_id, detached = child
     con.execute(RENAME_CHILD, (f"{start}@{attempts}", child_id))
     if not detached:
         cancel.ask(con, now, child_id, "its parent was retried and starts another in its place")
-    return True
+
+
+def _forget(con: sqlite3.Connection, run_id: str, gone: set[str], left: set[str]) -> None:
+    """What the run's row says because of a record that is gone."""
+    if not left:
+        con.execute(BEGIN_ANEW, (run_id,))
+    if RecordKind.COMPENSATION in gone - left:
+        con.execute(NO_COMPENSATION, (run_id,))
+    if RecordKind.PIVOT in gone - left:
+        con.execute(NO_PIVOT, (run_id,))

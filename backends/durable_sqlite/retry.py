@@ -1,0 +1,148 @@
+"""The operator's retry (semantics 50, 77): a run that ended, and not well, goes back to pending in one write.
+
+`store.py` calls `retry`. The policy's retry is not here: that is the outcome Retry of a settle, with the same `removal.take_out`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+from durable.errors import Conflict, NotFound
+from durable.model import TERMINAL, ErrorKind, Instant, RecordKind, RunRecord, Scope, Status
+from durable.storekit import within
+
+from . import flow, removal
+from .connection import announce
+from .rows import RUN_COLUMNS, run_record
+
+OPERATOR = "operator-retry"
+"""Stands where the claim mark stood until the next claim: by it a repeated retry knows itself. No claim has this mark."""
+
+RUN = f"SELECT {RUN_COLUMNS} FROM durable_run WHERE run_id = ?"
+POSITIONS = "SELECT error_positions FROM durable_run WHERE run_id = ?"
+RECORDED_ENDS = "SELECT position FROM durable_step WHERE run_id = ? AND kind = ? AND position IS NOT NULL"
+UNDONE = "SELECT 1 FROM durable_step WHERE run_id = ? AND step_id >= 'undo/' AND step_id < 'undo0' LIMIT 1"
+# What a cancel or an error left is cleared; a pivot whose record stays keeps its stamp. A run that was never claimed loses its
+# coalesce key: it is pending with attempts = 0 again, and such a run admits nobody (36).
+REVIVE = """
+UPDATE durable_run SET status = ?, wake_after = ?, blocked_on = ?, max_attempts = max_attempts + ?, updated_at = ?,
+    deadline_at = ? + deadline_length, lease_owner = ?,
+    coalesce_key = CASE WHEN attempts > 0 THEN coalesce_key END,
+    failures = 0, reclaims = 0, available_at = NULL, leased_until = NULL, waiting_for = NULL,
+    output = NULL, error = NULL, error_kind = NULL, error_detail = NULL, error_positions = NULL,
+    cancel_requested_at = NULL, cancel_reason = NULL, cancel_children = 0, mismatch_since = NULL, finished_at = NULL,
+    purge_at = NULL, cancel_refused_at = CASE WHEN EXISTS (
+        SELECT 1 FROM durable_step AS s WHERE s.run_id = durable_run.run_id AND s.kind = 'pivot') THEN cancel_refused_at END
+WHERE run_id = ?
+"""
+IS_NODE = "SELECT 1 FROM durable_dependency WHERE run_id = ? OR depends_on = ? LIMIT 1"
+# Nodes behind one that comes back which landed only for its sake.
+BEHIND = """
+SELECT d.run_id FROM durable_dependency AS d JOIN durable_run AS r ON r.run_id = d.run_id
+WHERE d.depends_on = ? AND r.status = 'cancelled' AND r.attempts = 0 AND r.error_kind = ?
+"""
+UPSTREAM = """
+SELECT d.depends_on, r.status FROM durable_dependency AS d LEFT JOIN durable_run AS r ON r.run_id = d.depends_on
+WHERE d.run_id = ?
+"""
+NODE = "SELECT parent_step_id, sequence_key FROM durable_run WHERE run_id = ?"
+NODE_ENDS = """
+SELECT position FROM durable_step WHERE run_id = ? AND kind = 'child' AND step_id IN (SELECT value FROM json_each(?))
+"""
+
+
+def retry(
+    con: sqlite3.Connection, now: Instant, run_id: str, scope: Scope, attempts: int, extra_attempts: int
+) -> RunRecord:
+    """Take the run back to pending; the run as it stands then. A run that has moved on since `attempts` is returned as it is."""
+    run = _read(con, run_id)
+    if run is None or not within(run.tenant, scope):
+        raise NotFound(f"there is no run {run_id}")
+    if run.attempts != attempts or (run.status is Status.PENDING and run.lease_owner == OPERATOR):
+        return run
+    _refuse(con, run)
+    removal.take_out(con, now, run_id, run.attempts, _failed(con, run))
+    _revive(con, now, run_id, Status.PENDING, extra_attempts=extra_attempts)
+    if con.execute(IS_NODE, (run_id, run_id)).fetchone() is not None:
+        _graph_goes_on(con, now, run)
+    announce(con, f"queue:{run.queue}")
+    announce(con, f"run:{run_id}")
+    after = _read(con, run_id)
+    assert after is not None
+    return after
+
+
+def _read(con: sqlite3.Connection, run_id: str) -> RunRecord | None:
+    row = con.execute(RUN, (run_id,)).fetchone()
+    return None if row is None else run_record(row)
+
+
+def _refuse(con: sqlite3.Connection, run: RunRecord) -> None:
+    if run.status not in TERMINAL:
+        raise Conflict(
+            f"run {run.run_id} has not ended: it is {run.status}", hint="wait for its end, or cancel it first"
+        )
+    if run.status is Status.COMPLETED:
+        raise Conflict(f"run {run.run_id} completed", hint="fork it to do it again from some step")
+    if con.execute(UNDONE, (run.run_id,)).fetchone() is not None:
+        raise Conflict(f"run {run.run_id} has undone some of its steps", hint="fork it from the start")
+
+
+def _failed(con: sqlite3.Connection, run: RunRecord) -> set[int]:
+    """The positions that its end blames: those that the error carries, and the record of the cancel or time-out itself."""
+    (text,) = con.execute(POSITIONS, (run.run_id,)).fetchone()
+    positions = set(json.loads(text)) if text else set()
+    ends = {Status.CANCELLED: RecordKind.CANCEL, Status.TIMED_OUT: RecordKind.TIMEOUT}
+    if run.status in ends:
+        positions |= {position for (position,) in con.execute(RECORDED_ENDS, (run.run_id, ends[run.status]))}
+    return positions
+
+
+def _revive(
+    con: sqlite3.Connection, now: Instant, run_id: str, status: Status, *, extra_attempts: int = 0, wake_after: int = 0
+) -> None:
+    _, sequence_key = con.execute(NODE, (run_id,)).fetchone()
+    blocked_on = flow.SEQUENCE if flow.must_wait(con, sequence_key) else None
+    con.execute(REVIVE, (status, wake_after, blocked_on, extra_attempts, now, now, OPERATOR, run_id))
+
+
+# -- the graph that a retried run is a node of -------------------------------------------------------------------------------
+
+
+def _graph_goes_on(con: sqlite3.Connection, now: Instant, node: RunRecord) -> None:
+    """The nodes that landed because of this one wait for it again, and a graph that landed takes up its work (77)."""
+    back = _nodes_behind(con, node.run_id)
+    for run_id, open_ends in back.items():
+        _revive(con, now, run_id, Status.SUSPENDED, wake_after=open_ends)
+    if node.parent_run_id is None:
+        return
+    graph = _read(con, node.parent_run_id)
+    if graph is None or graph.status in (Status.COMPLETED, Status.RUNNING):
+        return  # a running graph keeps what it has been given; it lands, and can be retried then
+    steps = [con.execute(NODE, (run_id,)).fetchone()[0] for run_id in (node.run_id, *back)]
+    ends = con.execute(NODE_ENDS, (graph.run_id, json.dumps([f"{step}:end" for step in steps]))).fetchall()
+    removal.take_out(con, now, graph.run_id, graph.attempts, {position for (position,) in ends}, keep_children=True)
+    if graph.status in TERMINAL:
+        _revive(con, now, graph.run_id, Status.PENDING)
+        announce(con, f"queue:{graph.queue}")
+        announce(con, f"run:{graph.run_id}")
+
+
+def _nodes_behind(con: sqlite3.Connection, run_id: str) -> dict[str, int]:
+    """Nodes that come back, with how many of those they depend on have not completed. One that also lies behind a node which
+    ended badly and stays so does not come back: it could never be released."""
+    back: dict[str, int] = {}
+    returned = {run_id}
+    look = [run_id]
+    while look:
+        for (node,) in con.execute(BEHIND, (look.pop(), ErrorKind.UPSTREAM)).fetchall():
+            edges = con.execute(UPSTREAM, (node,)).fetchall()
+            dead = [
+                on for on, status in edges if on not in returned and status in TERMINAL and status != Status.COMPLETED
+            ]
+            if node not in back and not dead:
+                back[node] = sum(status != Status.COMPLETED for _, status in edges)
+                returned.add(node)
+                look.append(node)
+    return back
