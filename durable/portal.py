@@ -1,0 +1,100 @@
+"""Calling coroutines from threads that have no event loop: a thread of our own with a loop in it.
+
+`SyncClient` calls through it; the lease renewals run on one of their own, so that a blocked loop of the application can not stop
+them. What a coroutine raises comes out of `call` as it is. It knows nothing of what it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, Self, TypeVar
+
+from .errors import Misuse, WorkerStopped
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Portal:
+    """A thread that owns an event loop. `start`, then `call` or `submit` from any other thread, then `close`.
+
+    It is bound to the process that started it: in a forked child it is closed.
+    """
+
+    def __init__(self, name: str = "durable-portal") -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._open = False
+
+    def start(self) -> Self:
+        """Start the thread; returns when its loop runs. Starting twice is starting once, also after a close."""
+        with self._lock:
+            if self._open and self._pid == os.getpid():
+                return self
+            ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+            thread = threading.Thread(target=self._main, args=(ready,), name=self._name, daemon=True)
+            thread.start()
+            self._loop = ready.result()
+            self._thread, self._pid, self._open = thread, os.getpid(), True
+        return self
+
+    def submit(
+        self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> concurrent.futures.Future[T]:
+        """Begin `fn(*args, **kwargs)` on the loop and return at once. Raises WorkerStopped if the portal is not open."""
+        with self._lock:
+            loop = self._loop
+            if loop is None or not self._open or self._pid != os.getpid():
+                raise WorkerStopped("the portal is closed", hint="open the client again")
+            return asyncio.run_coroutine_threadsafe(fn(*args, **kwargs), loop)
+
+    def call(self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `fn(*args, **kwargs)` on the loop and wait for it. Raises what it raises, WorkerStopped if the portal is closed
+        before it ends, Misuse from the portal's own thread (it would wait for itself). An interrupt cancels the coroutine."""
+        if threading.current_thread() is self._thread:
+            raise Misuse("a blocking call on the portal's own thread would wait for itself", hint="await the coroutine")
+        future = self.submit(fn, *args, **kwargs)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            if self._open:
+                raise asyncio.CancelledError from None
+            raise WorkerStopped("the portal was closed before the call had ended") from None
+        except BaseException:
+            future.cancel()  # an interrupt of the waiting thread; after an error of the coroutine it does nothing
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, wait for it, end the thread. May be called at any time, from any other thread, twice."""
+        with self._lock:
+            loop, thread, is_ours = self._loop, self._thread, self._open and self._pid == os.getpid()
+            self._open = False
+            self._loop = None
+        if is_ours and loop is not None and thread is not None:
+            if threading.current_thread() is thread:
+                raise Misuse(
+                    "the portal can not be closed from its own thread", hint="close it from where it was started"
+                )
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _main(ready: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+        # A Runner would install signal handlers only in the main thread; here it cancels, awaits and closes in the right order.
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            loop.call_soon(ready.set_result, loop)
+            loop.run_forever()
