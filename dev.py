@@ -142,17 +142,18 @@ def _set_up(environment: Path, interpreter: str, groups: Sequence[str]) -> Path:
         print(f"making {environment.name} with {interpreter} ...", file=sys.stderr, flush=True)
         shutil.rmtree(environment, ignore_errors=True)
         _make(environment, interpreter, python)
-    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + str(ROOT).encode()).hexdigest()
-    stamp = environment / "installed-for-durable"
-    known = stamp.read_text(encoding="utf-8").split() if stamp.exists() else []
+    wanted = [f"--editable={ROOT}"]
+    for group in groups:
+        wanted += _requirements(project["dependency-groups"], group)
+    stamp = (
+        environment / "installed-for-durable"
+    )  # the hash of pyproject.toml, then what is known to be installed, a line each
+    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    known = stamp.read_text(encoding="utf-8").splitlines() if stamp.exists() else []
     if not known or known[0] != state:
         known = [state]
-    missing = [group for group in ("project", *groups) if group not in known]
-    if missing:
-        print(f"installing {', '.join(missing)} into {environment.name} ...", file=sys.stderr, flush=True)
-        wanted = ["--editable", str(ROOT)]
-        for group in groups:
-            wanted += _requirements(project["dependency-groups"], group)
+    if missing := [requirement for requirement in wanted if requirement not in known]:
+        print(f"installing into {environment.name} what the job needs ...", file=sys.stderr, flush=True)
         _pip(python, ["install", *wanted])
         stamp.write_text("\n".join([*known, *missing]) + "\n", encoding="utf-8")
     return python

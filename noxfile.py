@@ -121,10 +121,18 @@ def wheel(session: nox.Session) -> None:
         for name in ("tests", "docs", "schemas"):
             if (ROOT / name).exists():
                 shutil.copytree(ROOT / name, place / "away" / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
+        for name in (
+            "pyproject.toml",
+            "README.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "LICENSE",
+            "noxfile.py",
+            "dev.py",
+        ):
             shutil.copy(ROOT / name, place / "away" / name)
         python = place / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-        session.run("python", "-m", "venv", str(place / "venv"), external=True)
+        session.run("python", "-m", "virtualenv", "--quiet", str(place / "venv"))
         session.run(
             *(str(python), "-m", "pip", "install", "--quiet", f"{package}[testing]", *_group("test")), external=True
         )
