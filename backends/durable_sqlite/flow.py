@@ -24,6 +24,7 @@ from durable.storekit import tenant_of, tenant_text
 
 from . import scopes
 from .connection import announce
+from .rows import of_scope
 from .scopes import stored
 
 ALONE: Final = "alone"
@@ -281,7 +282,7 @@ def paused(con: sqlite3.Connection, scope: Scope) -> frozenset[str]:
 
 def queues(con: sqlite3.Connection, scope: Scope) -> list[QueueRecord]:
     """The rows of flow control that a scope sees."""
-    return [_rule(row).record for row in con.execute(LIST_RULES, scopes.values(scope))]
+    return [_rule(row).record for row in con.execute(LIST_RULES, of_scope(scope))]
 
 
 def set_queue(con: sqlite3.Connection, now: Instant, record: QueueRecord) -> None:
@@ -358,7 +359,7 @@ def _fill(con: sqlite3.Connection, now: Instant, rule: _Rule | None, text: str, 
 def refill(con: sqlite3.Connection, now: Instant, scope: Scope, limit: int) -> Instant | None:
     """Release what waits for tokens that have come in (76). The answer: when the next token comes for which a run waits."""
     soonest: Instant | None = None
-    for rule in map(_rule, con.execute(RATED, scopes.values(scope)).fetchall()):
+    for rule in map(_rule, con.execute(RATED, of_scope(scope)).fetchall()):
         text = scope_text(tenant_text(rule.record.tenant), rule.record.scope_name)
         _fill(con, now, rule, text, limit)
         if not rule.record.paused and con.execute(BLOCKED, (text, 1)).fetchone() is not None:
@@ -382,7 +383,7 @@ def free(con: sqlite3.Connection, now: Instant, scope: Scope, limit: int) -> int
         kind, _, rest = base.partition(":")
         queue_id = stored(tenant, f"key:{rest.partition(':')[0]}" if kind == "key" else base)
         total += _fill(con, now, _rules(con, [queue_id]).get(queue_id), last, limit - total)
-    stranded = con.execute(STRANDED_HEADS, (*scopes.values(scope), limit)).fetchall()
+    stranded = con.execute(STRANDED_HEADS, (*of_scope(scope), limit)).fetchall()
     con.executemany(HEAD_IN_LINE, stranded)
     return total + len(stranded)
 

@@ -22,8 +22,8 @@ JOURNAL = "SELECT step_id, kind, position, seen, signal_seq FROM durable_step WH
 # replayed reads the same. `attempts = 1`, since a fresh run reads no journal. Signals to come count on from those that are taken.
 COPY_RUN = """
 INSERT INTO durable_run (run_id, forked_from, status, attempts, wake_seq, compensating, cancel_refused_at, started_at,
-    replay_family, deadline_at, deadline_length, created_at, updated_at, blocked_on, name, tenant_id, queue, priority, max_attempts, options,
-    version, fingerprint, seed, keep, tags, sequence_key, concurrency_key, input)
+    replay_family, deadline_at, deadline_length, created_at, updated_at, blocked_on, name, tenant_id, queue, priority,
+    max_attempts, options, version, fingerprint, seed, keep, tags, sequence_key, concurrency_key, input)
 SELECT ?, run_id, 'pending', 1, ?, ?, CASE WHEN ? THEN ? END, CASE WHEN ? THEN started_at END, CASE WHEN ? THEN replay_family END,
     ? + deadline_length, deadline_length, ?, ?, ?, name, tenant_id, queue, priority, max_attempts, options,
     version, fingerprint, seed, keep, tags, sequence_key, concurrency_key, input

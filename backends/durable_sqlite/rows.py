@@ -113,7 +113,6 @@ def step_record(row: Sequence[Any]) -> StepRecord:
         started_at=row[7],
         fence=row[8],
         signal_seq=row[9],
-        signal_seq=row[9],
     )
 
 

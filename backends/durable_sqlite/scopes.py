@@ -1,27 +1,17 @@
-"""A scope as the two parameters of a condition, and stored keys from stored tenants. Operations with a scope use it.
-
-`SCOPED` stands in a statement where the rows of other tenants must not be seen; `values` gives its two parameters. A None tenant
-is the untagged rows and nothing else (semantics 59): `IS`, never `=` and never a condition left out.
+"""Scopes and keys from what is stored: may a call see this row, and how is a key of this tenant stored. For operations that have a
+row's `tenant_id` in hand; those that select by scope use `rows.of_scope`. Nothing here reads a table.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from durable.model import Scope
 
-from durable.model import ALL, Scope
-from durable.storekit import tenant_text
-
-SCOPED: Final = "(? OR tenant_id IS ?)"
-
-
-def values(scope: Scope) -> tuple[bool, str | None]:
-    """The parameters of SCOPED."""
-    return (True, None) if scope is ALL else (False, tenant_text(scope))
+from .rows import of_scope
 
 
 def sees(scope: Scope, tenant_id: str | None) -> bool:
-    """May a call of this scope touch rows of this stored tenant?"""
-    everybody, bound = values(scope)
+    """May a call of this scope touch rows of this stored tenant (57, 59)?"""
+    everybody, bound = of_scope(scope)
     return everybody or bound == tenant_id
 
 
