@@ -11,12 +11,12 @@ from collections.abc import Coroutine
 from types import SimpleNamespace as Row
 from typing import Any, TypeVar
 
+from statemachine.oracle_upkeep import Oracle
+
 from durable import model as m
 from durable.protocol import Store
 from durable.settings import Settings
 from durable_sqlite import backend
-
-from statemachine.oracle_upkeep import Oracle
 
 T = TypeVar("T")
 START = 1_700_000_000_000_000

@@ -14,11 +14,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from statemachine.driver import Driver, by_position, limit_of, now
 
 from durable import model as m
-from durable.errors import Conflict, NotFound
-
-from statemachine.driver import Driver, by_position, limit_of, now
+from durable.errors import Conflict
 
 SECOND = 1_000_000
 LEASE = 10 * SECOND + 1  # odd, where every move of the clock is even: no lease ends at the very instant of a sweep

@@ -6,12 +6,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from statemachine.driver import limit_of, now
+from statemachine.machine import FEW, PICK, SCOPES, SECOND, TENANT, Machine
 
 from durable import model as m
 from durable.errors import Conflict, NotFound
-
-from statemachine.driver import limit_of, now
-from statemachine.machine import FEW, PICK, SCOPES, SECOND, TENANT, Machine
 
 ENDED = ("failed", "cancelled", "timed_out", "forward_incomplete")
 SCHEDULES = st.sampled_from(["nightly", "hourly"])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace as Row
-from typing import Any
 
 from durable import model as m
 from durable.errors import Conflict, NotFound

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace as Row
 from typing import Any
 
-from durable import model as m
-from durable.errors import Conflict, NotFound
 from statemachine.oracle import FIELDS, RunOracle
+
+from durable import model as m
+from durable.errors import Conflict
 
 
 class Oracle(RunOracle):

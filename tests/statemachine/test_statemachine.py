@@ -10,11 +10,10 @@ import os
 
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-
-from durable import model as m
-
 from statemachine.machine import REACHED
 from statemachine.machine_upkeep import WholeMachine
+
+from durable import model as m
 
 EXAMPLES = int(os.environ.get("DURABLE_STATE_EXAMPLES", "300"))
 STEPS = int(os.environ.get("DURABLE_STATE_STEPS", "50"))
