@@ -1,5 +1,5 @@
-"""Scopes and keys from what is stored: may a call see this row, and how is a key of this tenant stored. For operations that have a
-row's `tenant_id` in hand; those that select by scope use `rows.of_scope`. Nothing here reads a table.
+"""Scopes and keys from what is stored: may a call see this row, and how is a key of this tenant stored. For operations
+that have a row's `tenant_id` in hand; those that select by scope use `rows.of_scope`. Nothing here reads a table.
 """
 
 from __future__ import annotations

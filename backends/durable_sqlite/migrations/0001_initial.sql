@@ -111,6 +111,8 @@ CREATE TABLE durable_step (
     result      TEXT    NOT NULL,
     PRIMARY KEY (run_id, step_id)
 );
+-- Which signals are taken: an inbox must not read a long journal for that.
+CREATE INDEX durable_step_signal ON durable_step (run_id, signal_seq) WHERE signal_seq IS NOT NULL;
 
 CREATE TABLE durable_signal (
     run_id      TEXT    NOT NULL,
