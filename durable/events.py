@@ -224,6 +224,15 @@ class ScheduleParked(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleUnserved(Event):
+    """A schedule is due whose function this worker does not know; another worker may fire it."""
+
+    level: ClassVar[int] = logging.WARNING
+    schedule_id: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BodyAbandoned(Event):
     """A body or a step did not end in time; its lease is kept no longer and the sweep returns the run."""
 
@@ -300,6 +309,7 @@ __all__ = [
     "RunsSubmitted",
     "ScheduleFired",
     "ScheduleParked",
+    "ScheduleUnserved",
     "Sink",
     "StepRecorded",
     "WorkerDraining",

@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable
 
-from ..clock import boottime
+from ..clock import boottime, jittered
 from ..events import ChoreDone, ChoreFailed, Events, RunsReclaimed
 from ..model import Instant, Scope
 from ..protocol import Store
@@ -67,9 +67,8 @@ class Chore:
         self._nudge.clear()
 
 
-def jittered(length: Micros) -> Micros:
-    """±20 %, so that workers which started together do not ask together."""
-    return round(length * random.uniform(0.8, 1.2))
+def _jittered(length: Micros) -> Micros:
+    return jittered(length, random=random.random())
 
 
 class Chores:
@@ -140,13 +139,13 @@ class Chores:
                 self._woken(promoted.queues)
             if promoted.count < batch:
                 break
-        longest = jittered(self._settings.poll)
+        longest = _jittered(self._settings.poll)
         if promoted.next_due is None:
             return longest
         return max(SOONEST, min(longest, promoted.next_due - self._store.clock()))
 
     async def _sweep(self) -> Micros:
-        rest = jittered(self._lease // 4)
+        rest = _jittered(self._lease // 4)
         now = boottime()
         if now - self._last_contact() > self._lease // 2:
             # This worker itself was cut off, and so perhaps was everybody: the others get one lease to renew first (15).
@@ -171,7 +170,7 @@ class Chores:
             if count:
                 self._events.emit(ChoreDone(chore="mend", count=count))
             if count < MEND_BATCH:
-                return jittered(self._lease // 4)
+                return _jittered(self._lease // 4)
 
     async def _purge(self) -> Micros:
         while True:
@@ -179,8 +178,8 @@ class Chores:
             if count:
                 self._events.emit(ChoreDone(chore="purge", count=count))
             if count < self._settings.purge_batch:
-                return jittered(self._settings.purge_every)
+                return _jittered(self._settings.purge_every)
             await asyncio.sleep(0.05)  # leave the store to others between two batches
 
 
-__all__ = ["Chore", "Chores", "jittered"]
+__all__ = ["Chore", "Chores"]

@@ -1,0 +1,520 @@
+"""The worker: claims runs as it has slots, runs each in one task, keeps their leases, does its chores, and stops in good order.
+
+Users make one with a client and call `run()` (a process of its own: SIGTERM and SIGINT drain) or use it in `async with` (embedded
+in an application). It decides when to claim and how many; what may be claimed is the store's decision. It never executes a body:
+that is `runner.Running`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Final, Protocol, Self
+
+from ..clock import boottime, jittered
+from ..codec import Codec
+from ..errors import ConfigurationError, StoreUnavailable
+from ..events import ClaimFailed, EngineFault, Events, RunClaimed, WorkerDraining, WorkerStarted, WorkerStopped
+from ..function import Function, Registry
+from ..model import ALL, Claimed, ClaimRequest, Inbox, Instant, Lease, Scope, WorkerRecord
+from ..portal import Portal
+from ..protocol import Store
+from ..replay import Rest
+from ..settings import MINUTE, SECOND, Duration, Micros, Settings, micros
+from .chores import Chores
+from .journal import Journal, Lane
+from .leases import Hold, Leases
+from .listening import RunListener
+from .runner import TEARDOWN_LIMIT, Running
+from .scheduler import Scheduling
+from .slots import Slots, Threads
+
+REPLAY_FAMILY: Final = "3.11" if sys.version_info < (3, 12) else "3.12"
+"""Interpreters of one family order the branches of a body alike; a run with records stays inside its family (replay rules)."""
+FIRST_PAUSE: Micros = 50_000
+RECHECK: Micros = 100_000
+"""A claim that found less than it asked for is repeated soon: a contended batch may return fewer while work remains (8)."""
+
+
+class Home(Protocol):
+    """What a worker needs from the client that it is made with."""
+
+    @property
+    def store(self) -> Store: ...
+    @property
+    def serves(self) -> Scope: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def events(self) -> Events: ...
+
+
+class Worker:
+    """Executes runs of the functions that this process knows.
+
+    `queues`: names, or names with the most runs of each at once. `functions`: all that are declared, unless given. `lease`: how
+    long a crash of this worker goes unnoticed; `grace`: how long bodies may go on after a stop was asked for; `max_reclaims`:
+    after how many crashes in a row a run lands failed. Unset ones are taken from the client's settings.
+    """
+
+    def __init__(
+        self,
+        client: Home,
+        *,
+        queues: Sequence[str] | Mapping[str, int] = ("default",),
+        concurrency: int | None = None,
+        functions: Iterable[Function[..., Any]] | None = None,
+        lease: Duration | None = None,
+        grace: Duration | None = None,
+        max_reclaims: int | None = None,
+    ) -> None:
+        self._home = client
+        self._queue_limits = _queue_limits(queues)
+        self._concurrency = concurrency
+        self._given_functions = list(functions) if functions is not None else None
+        self._lease = None if lease is None else micros(lease, what="lease")
+        self._grace = None if grace is None else micros(grace, what="grace")
+        self._max_reclaims = max_reclaims
+        for name, value in (("concurrency", concurrency), ("max_reclaims", max_reclaims)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigurationError(f"{name}: {value!r} is not a positive whole number")
+        if self._lease is not None and self._lease < SECOND // 2:
+            raise ConfigurationError("a lease shorter than half a second can not be renewed in time")
+        self.worker_id = uuid.uuid4().hex
+        self.draining = False
+        self.ended = False
+        self._started = False
+        self._stopped = False
+        self._held: dict[str, Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._per_queue: dict[str, int] = {}
+        self._claims = 0
+
+    # -- the life of a worker -------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def run(self) -> None:
+        """Work until SIGTERM, SIGINT or `stop()`, then drain and return. A second signal ends the grace period at once."""
+        await self._start()
+        ended = asyncio.ensure_future(self._asked.wait())
+        restore = self._catch_signals()
+        try:
+            await asyncio.wait([ended, self._crashed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            try:
+                await self.stop()
+            finally:
+                restore()
+        if self._crashed.done():
+            self._crashed.result()
+
+    def ask_to_stop(self) -> None:
+        """What a signal does: the first asks for a drain, the second ends the grace period. On the worker's loop."""
+        if self._asked.is_set():
+            self._hurry.set()
+        self._asked.set()
+
+    @property
+    def healthy(self) -> bool:
+        """False when the store has not answered for a lease, a chore fails again and again, or the claim loop has ended."""
+        if not self._started or self._crashed.done():
+            return False
+        return self._chores.healthy and boottime() - self.leases.last_contact < self.lease
+
+    @property
+    def held(self) -> int:
+        """Runs in hand, resting ones included."""
+        return len(self._held)
+
+    async def _start(self) -> None:
+        if self._started:
+            raise ConfigurationError("this worker has been started before", hint="make a new Worker")
+        home = self._home
+        store = self.store = home.store
+        self._started = True
+        self.settings, self.codec, self.events = home.settings, home.codec, home.events
+        self.lease = self._lease if self._lease is not None else self.settings.lease
+        self._functions = {function.name: function for function in self._given()}
+        loop = asyncio.get_running_loop()
+        self._asked, self._hurry, self._wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._crashed: asyncio.Future[None] = loop.create_future()
+        self._hungry = True
+        self._last_work = boottime()
+        self._room_for_alone_until: Instant = 0
+        self._no_room_for_alone_before: Instant = 0
+        self._resting = 0
+        limit = self._concurrency if self._concurrency is not None else self.settings.concurrency
+        self.slots = Slots(limit, self._slot_freed)
+        self._record = self._make_record()
+        self.threads = Threads(limit, "durable-step")
+        self.transactions = asyncio.Semaphore(self.settings.transaction_slots)
+        self.journal = Journal(store, self.events)
+        self.inboxes: Lane[Lease, Inbox | None] = Lane("inbox", store.inbox, events=self.events, ordered=False)
+        self.leases = Leases(store, lease=self.lease, events=self.events, register=self._register)
+        scheduling = Scheduling(
+            store, scope=home.serves, events=self.events, settings=self.settings, functions=self._functions.values()
+        )
+        self._chores = Chores(
+            store,
+            scope=home.serves,
+            settings=self.settings,
+            lease=self.lease,
+            max_reclaims=self._max_reclaims if self._max_reclaims is not None else self.settings.max_reclaims,
+            events=self.events,
+            woken=self._queues_woken,
+            alone=self._alone_waits,
+            last_contact=lambda: self.leases.last_contact,
+            fire=scheduling.fire,
+            look_after=scheduling.look_after,
+        )
+        self._listener = RunListener(
+            store, scope=home.serves, poll=self.settings.poll, events=self.events, held=lambda: list(self._held.values())
+        )
+        await self._register()
+        await scheduling.declare()
+        self._portal = Portal("durable-leases").start()
+        self._renewing = self._portal.submit(self.leases.run)
+        self._chores.start()
+        self._claim_loop = loop.create_task(self._claiming(), name="durable claims")
+        self._loops = [
+            loop.create_task(self._listen_to_queues(), name="durable queues"),
+            loop.create_task(self._listener.run(), name="durable runs"),
+        ]
+        for task in (self._claim_loop, *self._loops):
+            task.add_done_callback(self._loop_ended)
+        self.events.emit(
+            WorkerStarted(
+                worker_id=self.worker_id,
+                queues=tuple(self._queue_limits),
+                functions=tuple(sorted(self._functions)),
+            )
+        )
+
+    async def stop(self) -> None:
+        """Claim nothing more, let bodies finish within the grace period, hand the rest back, let go of everything (16)."""
+        if not self._started or self._stopped:
+            return
+        self._stopped = True
+        self.draining = True
+        self._asked.set()
+        self._wake.set()
+        self.events.emit(WorkerDraining(worker_id=self.worker_id, held=len(self._held)))
+        grace = self._grace if self._grace is not None else self.settings.grace
+        handed_back = abandoned = 0
+        try:
+            await asyncio.wait([self._claim_loop])
+            for running in list(self._held.values()):
+                running.suspend()
+            await self._bodies_end(grace, self._hurry)
+            self.ended = True
+            left = list(self._held.values())
+            for running in left:
+                running.set_aside("hand_back")
+            await self._bodies_end(TEARDOWN_LIMIT + 2 * SECOND, None)
+            for running in list(self._held.values()):
+                running.abandon("the worker stopped before it had ended")
+            await self._bodies_end(SECOND, None)
+            handed_back = sum(running.handed_back for running in left)
+            abandoned = sum(running.abandoned for running in left)
+        finally:
+            await self._let_go()
+        self.events.emit(WorkerStopped(worker_id=self.worker_id, handed_back=handed_back, abandoned=abandoned))
+
+    async def _bodies_end(self, limit: Micros, hurry: asyncio.Event | None) -> None:
+        """Wait until no body is left, for `limit` at the most, or until `hurry`."""
+        until = boottime() + limit
+        hurried = asyncio.ensure_future(hurry.wait()) if hurry is not None else None
+        try:
+            while self._tasks and (left := until - boottime()) > 0:
+                waits: set[asyncio.Future[Any]] = set(self._tasks)
+                if hurried is not None:
+                    waits.add(hurried)
+                await asyncio.wait(waits, timeout=left / SECOND, return_when=asyncio.FIRST_COMPLETED)
+                if hurried is not None and hurried.done():
+                    return
+        finally:
+            if hurried is not None:
+                hurried.cancel()
+
+    async def _let_go(self) -> None:
+        await self._chores.stop()
+        for task in (self._claim_loop, *self._loops):
+            task.cancel()
+        await asyncio.wait([self._claim_loop, *self._loops])
+        await self.inboxes.close()
+        await self.journal.close()
+        self.leases.stop()
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._renewing), 5)
+        except (TimeoutError, concurrent.futures.CancelledError) as error:
+            self.events.emit(EngineFault(where="leases", error=f"the renewals did not end: {error!r}"))
+        await asyncio.to_thread(self._portal.close)
+        self.threads.close()
+        try:
+            await self.store.unregister(self.worker_id)
+        except StoreUnavailable as error:
+            self.events.emit(EngineFault(where="unregister", error=str(error)))  # the row is deleted after a day
+
+    def _catch_signals(self) -> Callable[[], None]:
+        """SIGTERM and SIGINT ask to stop. Returns what puts the old handlers back."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        loop = asyncio.get_running_loop()
+
+        def asked(_number: int, _frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(self.ask_to_stop)
+
+        before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    def _loop_ended(self, task: asyncio.Task[None]) -> None:
+        """A loop of ours ended by an error: a defect. `run()` raises it; in `async with` the health shows it."""
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        assert error is not None
+        self.events.emit(EngineFault(where=task.get_name(), error=f"{type(error).__name__}: {error}"))
+        if not self._crashed.done():
+            self._crashed.set_exception(error)
+            self._crashed.exception()  # seen: it is raised by run(), and shown by `healthy`
+
+    # -- claiming ---------------------------------------------------------------------------------------------------------
+
+    async def _claiming(self) -> None:
+        while not self.draining:
+            self._wake.clear()
+            room = self._room()
+            if self._hungry and room > 0:
+                self._hungry = False  # before the claim: news that comes meanwhile counts
+                found = await self._claim(room)
+                if found:
+                    self._last_work = boottime()
+                if found >= room:
+                    self._hungry = True
+                elif found:
+                    asyncio.get_running_loop().call_later(RECHECK / SECOND, self._news)
+                continue
+            await self._wake.wait()
+
+    def _room(self) -> int:
+        """How many runs to ask for now: nothing until a quarter of the slots is free, so that claims are few and large."""
+        free = self.slots.free
+        if self.draining or free <= 0 or (self._held and free < max(1, self.slots.limit // 4)):
+            return 0
+        if self._held:
+            if boottime() < self._room_for_alone_until:
+                return 0  # for at most one grace period nothing else is claimed (15)
+            if any(running.alone for running in self._held.values()):
+                return 0
+        return free
+
+    async def _claim(self, room: int) -> int:
+        queues = {}
+        for name, limit in self._queue_limits.items():
+            left = room if limit is None else min(room, limit - self._per_queue.get(name, 0))
+            if left > 0:
+                queues[name] = left
+        if not queues:
+            return 0
+        self._claims += 1
+        request = ClaimRequest(
+            mark=f"{self.worker_id}:{self._claims}",
+            queues=queues,
+            functions=self._record.functions,
+            limit=room,
+            lease=self.lease,
+            family=REPLAY_FAMILY,
+            scope=self._home.serves,
+            alone=not self._held,
+        )
+        sent = boottime()
+        claimed = await self._ask(request, sent)
+        if not self._held:
+            self._room_for_alone_until = 0
+        for one in claimed:
+            self._begin(one, sent)
+        return len(claimed)
+
+    async def _ask(self, request: ClaimRequest, sent: Instant) -> Sequence[Claimed]:
+        """A claim whose answer was lost is asked again with the same mark and returns what it holds (8)."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await self.store.claim(request)
+            except Exception as error:  # noqa: BLE001 -- reported; what it may hold comes back when the lease has lapsed
+                self.events.emit(ClaimFailed(error=f"{type(error).__name__}: {error}"))
+                unanswered = isinstance(error, StoreUnavailable)
+            self._hungry = True
+            await self._pause(pause if unanswered else SECOND)
+            pause = min(pause * 2, SECOND)
+            if not unanswered or self.draining or boottime() - sent > self.lease // 2:
+                return ()
+
+    async def _pause(self, length: Micros) -> None:
+        try:
+            async with asyncio.timeout(length * random.uniform(0.5, 1.0) / SECOND):
+                await self._asked.wait()
+        except TimeoutError:
+            pass  # the usual end
+
+    def _begin(self, claimed: Claimed, sent: Instant) -> None:
+        run = claimed.run
+        function = self._function_for(run.name, run.version)
+        assert function is not None, f"the store handed out {run.name} {run.version}, which was not asked for"
+        hold = Hold(claimed.lease, sent=sent, length=self.lease, wake_seq=run.wake_seq)
+        self.leases.add(hold)
+        self.slots.occupy()
+        running = Running(self, claimed, function, hold)
+        self._held[run.run_id] = running
+        self._per_queue[run.queue] = self._per_queue.get(run.queue, 0) + 1
+        if self.events.wanted:
+            self.events.emit(
+                RunClaimed(
+                    run_id=run.run_id,
+                    name=run.name,
+                    tenant=run.tenant,
+                    queue=run.queue,
+                    attempts=run.attempts,
+                    records=len(claimed.history),
+                )
+            )
+        task = asyncio.get_running_loop().create_task(running.run())
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._over(running, done))
+
+    def _over(self, running: Running, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        run = running.claimed.run
+        if self._held.get(run.run_id) is running:
+            del self._held[run.run_id]
+        self._per_queue[run.queue] -= 1
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.events.emit(EngineFault(where=f"run {run.run_id}", error=f"{type(error).__name__}: {error}"))
+        self._slot_freed()
+
+    # -- wake-ups ---------------------------------------------------------------------------------------------------------
+
+    def _news(self) -> None:
+        self._hungry = True
+        self._wake.set()
+
+    def _slot_freed(self) -> None:
+        if self._hungry and not self._wake.is_set() and self._room() > 0:
+            self._wake.set()
+
+    def _queues_woken(self, queues: Iterable[str]) -> None:
+        if any(name in self._queue_limits for name in queues):
+            self._news()
+
+    def _alone_waits(self, queues: frozenset[str]) -> None:
+        """Some run must be taken alone: stop claiming for a grace period, so that this worker becomes empty (15)."""
+        now = boottime()
+        if self._held and now >= self._no_room_for_alone_before and any(name in self._queue_limits for name in queues):
+            grace = self._grace if self._grace is not None else self.settings.grace
+            self._room_for_alone_until = now + grace
+            self._no_room_for_alone_before = now + 3 * grace
+            asyncio.get_running_loop().call_later(grace / SECOND, self._news)
+
+    async def _listen_to_queues(self) -> None:
+        topics = [f"queue:{name}" for name in self._queue_limits]
+        pause = FIRST_PAUSE
+        while True:
+            idle = boottime() - self._last_work > MINUTE
+            poll = jittered(self.settings.poll_idle if idle else self.settings.poll, random=random.random())
+            try:
+                await self.store.wait(topics, poll)
+                pause = FIRST_PAUSE
+            except StoreUnavailable as error:
+                self.events.emit(ClaimFailed(error=f"waiting for wake-ups: {error}"))
+                await asyncio.sleep(pause / SECOND)
+                pause = min(pause * 2, SECOND)
+            self._news()
+            if self.slots.free <= 0:
+                await asyncio.sleep(0.002)  # full: one wake-up is as good as many
+
+    # -- what a running body asks for (Host) --------------------------------------------------------------------------------
+
+    def rests(self, running: Running, rest: Rest | None) -> bool:
+        """The run came to rest, or goes on. True: let it leave memory at once (30)."""
+        self._resting += 1 if rest is not None else -1
+        self._listener.rests(running, rest)
+        return rest is not None and (self.draining or self._resting > self.settings.max_parked)
+
+    def recorded(self, running: Running) -> None:
+        """A run that was taken alone made a record: others may be claimed beside it."""
+        self._news()
+
+    def due(self, instant: Instant) -> None:
+        """The promotion should look then."""
+        delay = max(0, instant - self.store.clock())
+        if delay < self.settings.poll:
+            asyncio.get_running_loop().call_later((delay + 500) / SECOND, self._chores.promote.nudge)
+
+    # -- the registry -----------------------------------------------------------------------------------------------------
+
+    async def _register(self) -> None:
+        await self.store.register(self._record)
+
+    def _make_record(self) -> WorkerRecord:
+        serves = self._home.serves
+        limit = self.slots.limit
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            tenant=serves if isinstance(serves, uuid.UUID) else None,
+            bound=serves is not ALL,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            queues={name: limit if own is None else own for name, own in self._queue_limits.items()},
+            functions=tuple((function.name, function.version) for function in self._functions.values()),
+            family=REPLAY_FAMILY,
+            settings=json.dumps({"lease": self.lease, "concurrency": limit}),
+        )
+
+    def _function_for(self, name: str, version: str | None) -> Function[..., Any] | None:
+        """A run without a version is taken for its name alone (7)."""
+        function = self._functions.get(name)
+        return function if function is not None and version in (None, function.version) else None
+
+
+def _queue_limits(queues: Sequence[str] | Mapping[str, int]) -> dict[str, int | None]:
+    """Each queue with the most runs of it at once; None: as many as there are slots."""
+    if isinstance(queues, str) or not queues:
+        raise ConfigurationError(
+            f"queues: {queues!r} is not a list of names", hint='pass a list, such as queues=["default", "images"]'
+        )
+    if not isinstance(queues, Mapping):
+        return dict.fromkeys(queues, None)
+    for name, limit in queues.items():
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ConfigurationError(f"queues: the limit of {name!r} is {limit!r}, not a positive whole number")
+    return dict(queues)
+
+
+__all__ = ["REPLAY_FAMILY", "Home", "Worker"]
