@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from durable.errors import DurableError, Misuse, StoreUnavailable
+from durable.errors import Misuse, StoreUnavailable
 from durable.model import Instant
-from durable.settings import Micros
+from durable.settings import Micros, Settings
 from durable.storekit import Renames
 
 from .faults import mapped
@@ -45,11 +45,14 @@ in_transaction: contextvars.ContextVar[Core | None] = contextvars.ContextVar("du
 
 
 class Connection(sqlite3.Connection):
-    """A connection of ours. `announced`: the topics to be announced once its transaction has committed."""
+    """A connection of ours, with what an operation on it may need from the store that asked for it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.announced: set[str] = set()
+        """The topics to be announced once the transaction has committed."""
+        self.settings = Settings()
+        """Those of the store whose operation is running."""
 
 
 def announce(con: sqlite3.Connection, topic: str) -> None:
@@ -58,11 +61,17 @@ def announce(con: sqlite3.Connection, topic: str) -> None:
         con.announced.add(topic)
 
 
-class _Item(Generic[T]):
-    __slots__ = ("future", "loop", "operation", "weight")
+def settings_of(con: sqlite3.Connection) -> Settings:
+    """The settings of the store whose operation is running."""
+    return con.settings if isinstance(con, Connection) else Settings()
 
-    def __init__(self, operation: Operation[T], weight: int) -> None:
+
+class _Item(Generic[T]):
+    __slots__ = ("future", "loop", "operation", "settings", "weight")
+
+    def __init__(self, operation: Operation[T], settings: Settings, weight: int) -> None:
         self.operation = operation
+        self.settings = settings
         self.weight = weight
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self.loop.create_future()
@@ -116,9 +125,9 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T], weight: int = 0) -> asyncio.Future[T]:
+    def submit(self, operation: Operation[T], settings: Settings, weight: int = 0) -> asyncio.Future[T]:
         """Queue an operation; the future belongs to the running loop."""
-        item = _Item(operation, weight)
+        item = _Item(operation, settings, weight)
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store is closed", hint="open it again")
@@ -312,13 +321,14 @@ class Core:
         self._look()
         self._checkpoint(con)
 
-    def _apply(self, con: sqlite3.Connection, batch: list[_Item[Any]]) -> list[_Answer]:
+    def _apply(self, con: Connection, batch: list[_Item[Any]]) -> list[_Answer]:
         now = self.now()
         answers: list[_Answer] = []
         alone = len(batch) == 1
         for item in batch:
             if not alone:
                 con.execute("SAVEPOINT item")
+            con.settings = item.settings
             try:
                 value = item.operation(con, now)
             except Exception as error:  # noqa: BLE001 - the one operation gets it, mapped
@@ -402,6 +412,7 @@ class Core:
                 con.execute("BEGIN")
                 now = self.now()
                 for item in batch:
+                    con.settings = item.settings
                     try:
                         answers.append((item, item.operation(con, now), None))
                     except Exception as error:  # noqa: BLE001 - the one operation gets it, mapped
@@ -428,8 +439,9 @@ class Core:
 class Database:
     """A store's handle on a `Core`. Usable from any number of event loops and threads."""
 
-    def __init__(self, core: Core, release: Callable[[Core], None]) -> None:
+    def __init__(self, core: Core, settings: Settings, release: Callable[[Core], None]) -> None:
         self.core = core
+        self.settings = settings
         self._release = release
         self._closed = False
 
@@ -446,12 +458,12 @@ class Database:
                 "a write to the store inside ctx.transaction would wait for the lock that this transaction holds",
                 hint="write through the connection that the transaction gives you, or after the transaction",
             )
-        return await self.core.lane.submit(operation, weight)
+        return await self.core.lane.submit(operation, self.settings, weight)
 
     async def read(self, operation: Operation[T], *, slow: bool = False) -> T:
         """Run `operation(con, now)` in a snapshot that holds all that was acknowledged before. `slow`: beside the quick ones."""
         self._guard()
-        return await self.core.reader("slow-reader" if slow else "reader").submit(operation)
+        return await self.core.reader("slow-reader" if slow else "reader").submit(operation, self.settings)
 
     async def wait(self, topics: Sequence[str], timeout: Micros) -> None:
         """See `Wakeups.wait`."""
@@ -471,4 +483,4 @@ class Database:
         await asyncio.get_running_loop().run_in_executor(None, self._release, self.core)
 
 
-__all__ = ["Connection", "Core", "Database", "DurableError", "Operation", "announce", "in_transaction"]
+__all__ = ["Connection", "Core", "Database", "Lane", "Operation", "announce", "in_transaction", "settings_of"]

@@ -201,7 +201,7 @@ def open_database(
         core = Core(
             path=None, connect=lambda: _connect_memory(names, renames), clock=clock, busy_timeout=settings.busy_timeout, renames=renames
         )
-        return Database(core, Core.close)
+        return Database(core, settings, Core.close)
     key = (os.getpid(), str(path), tuple(sorted(names.tables.items())))
     try:
         with _lock:
@@ -222,7 +222,7 @@ def _shared(
                 f"{path} is open in this process with another clock", hint="open all stores of one file with the same clock"
             )
         _cores[key] = (known, handles + 1)
-        return Database(known, lambda core: _release(key, core))
+        return Database(known, settings, lambda core: _release(key, core))
     if not any(pid == key[0] and text == key[1] for pid, text, _ in _cores):
         _check_file_system(path)
         _prepare_file(path, auto_migrate)
@@ -235,7 +235,7 @@ def _shared(
         prepare=lambda con, now: schema.prepare(con, now, renames, auto_migrate, str(path)),
     )
     _cores[key] = (core, 1)
-    return Database(core, lambda core: _release(key, core))
+    return Database(core, settings, lambda core: _release(key, core))
 
 
 def _release(key: _Key, core: Core) -> None:

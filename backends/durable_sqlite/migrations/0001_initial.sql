@@ -93,6 +93,7 @@ CREATE UNIQUE INDEX durable_run_parents ON durable_run (parent_run_id, parent_st
 CREATE INDEX durable_run_sequence ON durable_run (sequence_key, submitted)
     WHERE sequence_key IS NOT NULL AND status IN ('pending', 'running', 'suspended');
 CREATE INDEX durable_run_waiting ON durable_run (submitted) WHERE status = 'suspended' AND wake_after > 0;
+CREATE INDEX durable_run_mismatch ON durable_run (submitted) WHERE mismatch_since IS NOT NULL;
 CREATE INDEX durable_run_cancel_children ON durable_run (submitted) WHERE cancel_children = 1;
 
 -- The journal: unique per (run, step), the first writer wins (20).
