@@ -1,0 +1,50 @@
+"""dev.py, noxfile.py and pyproject.toml speak of the same jobs, and no test escapes its time budget."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEV: dict[str, Any] = runpy.run_path(str(ROOT / "dev.py"))
+GROUPS: dict[str, list[Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+
+
+def budgets() -> dict[str, tuple[str, int]]:
+    """The table as it is written in noxfile.py (nox itself is not installed where the wheel is tested)."""
+    for node in ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BUDGETS":
+            return {str(suite): value for suite, value in ast.literal_eval(node.value).items()}
+    raise AssertionError("noxfile.py has no table BUDGETS")
+
+
+def test_what_a_job_needs_is_a_dependency_group() -> None:
+    """Each group that dev.py installs stands in pyproject.toml."""
+    assert {group for groups in DEV["JOB_GROUPS"].values() for group in groups} <= set(GROUPS)
+
+
+def test_included_groups_are_unfolded_once() -> None:
+    """`dev` holds all of them, and no requirement twice."""
+    wanted = DEV["_requirements"](GROUPS, "dev")
+    assert len(wanted) == len(set(wanted))
+    assert {entry for group in GROUPS.values() for entry in group if isinstance(entry, str)} == set(wanted)
+
+
+def test_an_unknown_option_is_named_and_nothing_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    """dev.py answers 2 and says where options of the job belong."""
+    assert DEV["main"](["tests", "--verbose"]) == 2
+    assert "--verbose" in capsys.readouterr().err
+
+
+def test_every_test_file_belongs_to_a_suite_with_a_time_budget() -> None:
+    """A file below tests/ that fits no pattern of BUDGETS would be as slow as it likes."""
+    patterns = [pattern for pattern, _ in budgets().values()]
+    files = [path.relative_to(ROOT).with_suffix("").as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert files
+    assert [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in patterns)] == []
