@@ -38,10 +38,12 @@ WHERE status = 'running' AND leased_until < ? AND (? OR tenant_id IS ?) ORDER BY
 """
 # The newest record tells under which claim the run last got on.
 NEWEST_FENCE = "SELECT fence FROM durable_step WHERE rowid = (SELECT max(rowid) FROM durable_step WHERE run_id = ?)"
-# The mark goes: a settle of the lapsed claim that comes late must not take this pending run for its own work.
+# The mark goes: a settle of the lapsed claim that comes late must not take this pending run for its own work. So does the replay
+# family where there is no record: it belongs to the records.
 RECLAIM = """
 UPDATE durable_run SET status = 'pending', reclaims = ?, blocked_on = ?, leased_until = NULL, lease_owner = NULL,
-    available_at = NULL, updated_at = ?
+    available_at = NULL, updated_at = ?,
+    replay_family = CASE WHEN EXISTS (SELECT 1 FROM durable_step AS s WHERE s.run_id = durable_run.run_id) THEN replay_family END
 WHERE run_id = ?
 """
 UNMARK = "UPDATE durable_run SET reclaims = ?, lease_owner = NULL WHERE run_id = ?"
