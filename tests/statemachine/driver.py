@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from types import SimpleNamespace as Row
 from typing import Any, TypeVar
 
+from statemachine.oracle import by_position
 from statemachine.oracle_upkeep import Oracle
 
 from durable import model as m
@@ -110,7 +111,7 @@ class Driver:
             assert scopes, f"{run.run_id} is blocked on {run.blocked_on}, where nothing is limited"
             row.blocked_on = run.blocked_on
         elif limit_of(row.blocked_on):
-            row.blocked_on = None
+            row.blocked_on = "alone" if row.reclaims >= 2 else None
         assert run.blocked_on == row.blocked_on, f"{run.run_id}.blocked_on: {run.blocked_on} != {row.blocked_on}"
 
     async def _compare_schedules(self) -> None:
@@ -128,11 +129,3 @@ class Driver:
 def limit_of(blocked_on: str | None) -> bool:
     """Whether that is a limited scope: `queue:…`, `function:…` or `key:…`, with the tenant in front."""
     return (blocked_on or "").rpartition("/")[2].startswith(("queue:", "function:", "key:"))
-
-
-def by_position(journal: list[m.StepRecord]) -> list[m.StepRecord]:
-    """The order in which a journal is read: by position, attempt rows last."""
-    placed = sorted(
-        (record for record in journal if record.position is not None), key=lambda record: record.position or 0
-    )
-    return placed + [record for record in journal if record.position is None]

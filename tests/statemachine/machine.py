@@ -14,7 +14,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from statemachine.driver import Driver, by_position, limit_of, now
+from statemachine.driver import Driver, limit_of, now
+from statemachine.oracle import by_position
 
 from durable import model as m
 from durable.errors import Conflict
@@ -143,7 +144,7 @@ class Machine(RuleBasedStateMachine):
     def enqueue_again(self, pick: int) -> None:
         """A submit whose answer was lost; a run that was purged meanwhile is not asked for again."""
         new = self.submitted[pick % len(self.submitted)]
-        if new.run_id in self.oracle.runs:
+        if new.run_id in self.oracle.runs or (new.tenant, f"~join:{new.run_id}") in self.oracle.keys:
             self.submit([new])
 
     @rule(tenant=st.sampled_from([None, TENANT]), delay=st.sampled_from([None, 20 * SECOND]))

@@ -82,6 +82,9 @@ class RunOracle:
             if self.runs[found].name != new.name:
                 raise Conflict("the id or the key belongs to another function")
             return found, "existing"
+        joined = self.keys.get((new.tenant, f"~join:{new.run_id}"))
+        if joined is not None and new.coalesce_key is not None:
+            return joined, "coalesced"  # this very submit, whose answer was lost
         starts = [self.clock() + new.delay] if new.delay is not None else []
         start = max([*starts, *([new.start_at] if new.start_at is not None else [])], default=None)
         for row in self.runs.values():
@@ -126,6 +129,7 @@ class RunOracle:
             row.available_at = None if start is None else self.at(row, min(start, row.created_at + new.max_delay))
         else:
             row.available_at = self.at(row, None if None in (start, row.available_at) else min(start, row.available_at))
+        self.keys[new.tenant, f"~join:{new.run_id}"] = row.run_id
         if new.idempotency_key is not None:
             self.keys[new.tenant, new.idempotency_key] = row.run_id
         return row.run_id, "coalesced"
@@ -319,6 +323,7 @@ class RunOracle:
         return "suspended" if isinstance(outcome, m.Suspended) else LANDED.get(type(outcome), "pending")
 
     def land(self, row: Row, status: str, failure: m.Failure | None, output: str | None = None) -> None:
+        in_line = row.blocked_on == "sequence"  # it waited for its turn itself: nobody's turn comes by its end
         row.status, row.output, row.finished_at, row.leased_until = status, output, self.clock(), None
         row.purge_at = self.clock() + (self.keep if row.keep is None else row.keep)
         row.blocked_on = row.available_at = row.mismatch_since = None
@@ -326,7 +331,7 @@ class RunOracle:
         if failure is not None:
             row.error, row.error_kind, row.error_detail = failure.message, str(failure.kind), failure.detail
             row.positions = failure.positions
-        for other in self.line(row)[:1]:
+        for other in self.line(row)[:1] if not in_line else []:
             other.blocked_on = None if other.blocked_on == "sequence" else other.blocked_on
         for node in [self.runs[node] for node, on in self.edges if on == row.run_id and node in self.runs]:
             if (node.status, node.attempts) == ("suspended", 0) and status != "completed":
@@ -352,19 +357,55 @@ class RunOracle:
 
     # -- what a retry takes out ------------------------------------------------------------------------------------------
 
-    def take_out(self, row: Row, failed: set[int]) -> None:
+    def take_out(self, row: Row, failed: set[int], *, keep_children: bool = False) -> None:
         """The failed records and all that were made after the first of them was seen; children among them start anew (50)."""
-        if not failed:
-            return
         journal = self.journals[row.run_id]
-        gone = {r.step_id for r in journal if r.position in failed or r.seen >= min(failed)}
-        ended = {r.step_id for r in journal if r.position in failed and r.kind == "child"}
-        gone |= {step_id.removesuffix(":end") for step_id in ended}
-        gone |= {r.step_id for r in journal if r.kind == "attempt" and r.step_id.rpartition("@")[0] in gone}
-        for child in self.runs.values():
-            if child.parent_run_id == row.run_id and child.parent_step_id in gone:
+        gone = {r.step_id for r in journal if failed and (r.position in failed or r.seen >= min(failed))}
+        ends = {r.step_id.removesuffix(":end"): r for r in journal if r.kind == "child"}
+        anew = {r.step_id for r in journal if r.kind == "start" and r.step_id in gone}
+        anew |= {start for start, end in ends.items() if end.position in failed}
+        anew |= {start for start, end in ends.items() if end.step_id in gone and self.child(row, start) is None}
+        for start in set() if keep_children else sorted(anew):
+            gone |= {start, f"{start}:end"}
+            child = self.child(row, start)
+            if child is not None:
                 child.parent_step_id += f"@{row.attempts}"
-        self.journals[row.run_id] = [r for r in journal if r.step_id not in gone]
-        row.compensating = any(r.kind == "compensation" for r in self.journals[row.run_id])
-        if not self.journals[row.run_id]:
+                if not child.detached:
+                    self.cancel_one(child.run_id, m.ALL, "")
+        gone |= {r.step_id for r in journal if r.kind == "attempt" and r.step_id.rpartition("@")[0] in gone}
+        left = self.journals[row.run_id] = [r for r in journal if r.step_id not in gone]
+        kinds = {r.kind for r in journal} - {r.kind for r in left}
+        row.compensating = row.compensating and "compensation" not in kinds
+        if "pivot" in kinds:
+            row.cancel_requested_at = None if row.cancel_refused_at is not None else row.cancel_requested_at
+            row.cancel_refused_at = None
+        if not left:
             row.started_at = row.replay_family = None
+
+    def child(self, row: Row, start: str) -> Row | None:
+        """The child that a step started and still answers to; None: it was purged."""
+        found = [c for c in self.runs.values() if (c.parent_run_id, c.parent_step_id) == (row.run_id, start)]
+        return found[0] if found else None
+
+    def cancel_one(self, run_id: str, scope: m.Scope, reason: str) -> bool:
+        row = self.runs.get(run_id)
+        if row is None or not (scope is m.ALL or row.tenant == scope) or row.status in m.TERMINAL:
+            return False
+        if row.attempts == 0:
+            self.land(row, "cancelled", m.Failure(message="", kind="cancelled"))
+            return True
+        first = row.cancel_requested_at is None
+        row.cancel_requested_at = self.clock() if first else row.cancel_requested_at
+        if row.cancel_refused_at is None:
+            row.wake_seq += 1 if first else 0
+            if row.status in ("pending", "suspended"):
+                self.ready(row)
+        return True
+
+
+def by_position(journal: list[m.StepRecord]) -> list[m.StepRecord]:
+    """The order in which a journal is read: by position, attempt rows last."""
+    placed = sorted(
+        (record for record in journal if record.position is not None), key=lambda record: record.position or 0
+    )
+    return placed + [record for record in journal if record.position is None]

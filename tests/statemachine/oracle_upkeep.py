@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace as Row
 from typing import Any
 
-from statemachine.oracle import FIELDS, RunOracle
+from statemachine.oracle import FIELDS, RunOracle, by_position
 
 from durable import model as m
 from durable.errors import Conflict
@@ -21,21 +21,6 @@ class Oracle(RunOracle):
 
     def request_cancel(self, run_ids: Sequence[str], scope: m.Scope, reason: str) -> list[bool]:
         return [self.cancel_one(run_id, scope, reason) for run_id in run_ids]
-
-    def cancel_one(self, run_id: str, scope: m.Scope, reason: str) -> bool:
-        row = self.runs.get(run_id)
-        if row is None or not (scope is m.ALL or row.tenant == scope) or row.status in m.TERMINAL:
-            return False
-        if row.attempts == 0:
-            self.land(row, "cancelled", m.Failure(message=reason, kind="cancelled"))
-            return True
-        first = row.cancel_requested_at is None
-        row.cancel_requested_at = self.clock() if first else row.cancel_requested_at
-        if row.cancel_refused_at is None:
-            row.wake_seq += 1 if first else 0
-            if row.status in ("pending", "suspended"):
-                self.ready(row)
-        return True
 
     def retry(self, run_id: str, scope: m.Scope, attempts: int, extra: int) -> str:
         row = self.seen(run_id, scope)
@@ -48,73 +33,77 @@ class Oracle(RunOracle):
         if row.status in ("cancelled", "timed_out"):
             kind = "cancel" if row.status == "cancelled" else "timeout"
             failed |= {record.position for record in self.journals[run_id] if record.kind == kind}
-        self.revive(row, failed, extra)
-        for node in self.behind(row):
-            row_back = self.runs[node]
-            if row_back.status == "cancelled" and row_back.error_kind == "upstream":
-                self.revive(row_back, set(), 0)
-                row_back.status = "suspended"
-                row_back.wake_after = sum(self.runs[on].status != "completed" for n, on in self.edges if n == node)
-        graph = self.runs.get(row.parent_run_id or "")
-        if self.node(run_id) and graph is not None and graph.status in m.TERMINAL - {"completed"}:
-            self.revive(graph, set(graph.positions), 0)
+        self.take_out(row, failed)
+        self.revive(row, extra)
+        if self.node(run_id):
+            self.graph_goes_on(row)
         return run_id
+
+    def graph_goes_on(self, row: Row) -> None:
+        back = [row]
+        for node in back:  # it grows while it is read
+            for other in self.runs.values():
+                upstream = (other.status, other.attempts, other.error_kind) == ("cancelled", 0, "upstream")
+                if not upstream or (other.run_id, node.run_id) not in self.edges:
+                    continue
+                front = [self.runs[on] for run_id, on in self.edges if run_id == other.run_id and on in self.runs]
+                if all(one in back or one.status not in m.TERMINAL or one.status == "completed" for one in front):
+                    self.revive(other, 0)
+                    other.status, other.wake_after = "suspended", sum(one.status != "completed" for one in front)
+                    back.append(other)
+        graph = self.runs.get(row.parent_run_id or "")
+        if graph is None or graph.status in ("completed", "running"):
+            return
+        ends = {f"{node.parent_step_id}:end" for node in back}
+        forgotten = {record.position for record in self.journals[graph.run_id] if record.step_id in ends}
+        self.take_out(graph, forgotten, keep_children=True)
+        if graph.status in m.TERMINAL:
+            self.revive(graph, 0)
 
     def node(self, run_id: str) -> bool:
         return any(run_id in edge for edge in self.edges)
 
-    def behind(self, row: Row) -> list[str]:
-        near = [node for node, on in self.edges if on == row.run_id and node in self.runs]
-        return near + [far for node in near for far in self.behind(self.runs[node])]
-
-    def revive(self, row: Row, failed: set[Any], extra: int) -> None:
-        self.take_out(row, failed)
+    def revive(self, row: Row, extra: int) -> None:
         self.ready(row)
         row.failures = row.reclaims = 0
         row.max_attempts = None if row.max_attempts is None else row.max_attempts + extra
         row.error = row.error_kind = row.error_detail = row.output = row.finished_at = row.purge_at = None
-        row.cancel_requested_at = row.cancel_refused_at = None
+        row.coalesce_key = row.coalesce_key if row.attempts else None
+        row.cancel_requested_at = None
+        if not any(record.kind == "pivot" for record in self.journals[row.run_id]):
+            row.cancel_refused_at = None
         row.deadline_at = None if row.length is None else self.clock() + row.length
-        row.retried = True
-        if any(row.sequence_key is not None and other.blocked_on != "sequence" for other in self.line(row)):
-            row.blocked_on = "sequence"
+        row.retried, row.blocked_on = True, "sequence" if any(self.line(row)) else None
 
     def fork(self, run_id: str, scope: m.Scope, new_run_id: str, from_step: int | str) -> str:
-        if new_run_id in self.runs:
+        made = self.runs.get(new_run_id)
+        if made is not None and (scope is m.ALL or made.tenant == scope):
             return new_run_id
-        row, journal = self.seen(run_id, scope), self.journals[run_id]
-        cut = from_step if isinstance(from_step, int) else -1
-        for record in journal:
-            cut = (record.position or 0) if record.step_id == from_step else cut
-        if cut < 0:
+        row, journal = self.seen(run_id, scope), by_position(self.journals[run_id])
+        cut = next((r.position for r in journal if r.step_id == from_step), from_step)
+        if isinstance(cut, str):
             raise Conflict("the journal has no such step")
-        kept = [record for record in journal if record.position is not None and record.position < cut]
-        names = {record.step_id for record in kept}
-        kept = [record for record in kept if record.kind != "start" or f"{record.step_id}:end" in names]
+        kept = [r for r in journal if r.position is not None and cut is not None and r.position < cut]
+        names = {r.step_id for r in kept}
+        childless = [r for r in kept if r.kind == "start" and f"{r.step_id}:end" not in names]
+        horizon = min((r.position for r in childless if r.position is not None), default=10_000)
+        kept = [dataclasses.replace(r, fence=1) for r in kept if r not in childless and r.seen < horizon]
         self.serial += 1
-        copied = (
-            "name",
-            "tenant",
-            "input",
-            "queue",
-            "priority",
-            "max_attempts",
-            "options",
-            "version",
-            "fingerprint",
-            "seed",
-            "keep",
-        )
+        copied = "name tenant input queue priority max_attempts options version fingerprint seed keep sequence_key concurrency_key"
         new = Row(
             **dict.fromkeys(FIELDS), positions=(), wake_delay=0, wake_on_failure=False, order=self.serial, retried=False
         )
-        vars(new).update({name: getattr(row, name) for name in copied}, left_by="", length=row.length)
+        vars(new).update({name: getattr(row, name) for name in copied.split()}, left_by="", length=row.length)
         new.run_id, new.status, new.attempts, new.forked_from = new_run_id, "pending", 1, run_id
-        new.failures = new.reclaims = new.wake_seq = new.wake_after = 0
+        new.failures = new.reclaims = new.wake_after = 0
+        new.wake_seq = max((r.signal_seq for r in kept if r.signal_seq is not None), default=0)
         new.created_at, new.detached, new.tags = self.clock(), False, dict(row.tags)
         new.deadline_at = None if row.length is None else self.clock() + row.length
-        new.compensating = any(record.kind == "compensation" for record in kept)
-        new.replay_family = row.replay_family if kept else None
+        new.compensating = any(r.kind == "compensation" for r in kept)
+        new.cancel_refused_at = self.clock() if any(r.kind == "pivot" for r in kept) else None
+        new.replay_family, new.started_at = (row.replay_family, row.started_at) if kept else (None, None)
+        if any(self.line(new)):
+            new.blocked_on = "sequence"
         self.runs[new_run_id], self.journals[new_run_id], self.signals[new_run_id] = new, kept, []
         return new_run_id
 

@@ -1,0 +1,54 @@
+"""The function that the chaos campaign runs, and the worker process that runs it. Imported by the fork server, once.
+
+Every body and every step appends one line to a log before it does anything: one write on a file opened with O_APPEND, so that lines
+of many processes do not mix and a kill can not undo one. The log is the witness against the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+
+import durable
+
+STEPS = 8
+BODY = "body"
+_log = -1
+
+
+def note(run_id: str, what: str) -> None:
+    line = f"{time.time_ns() // 1000} {os.getpid()} {run_id} {what}\n"
+    assert os.write(_log, line.encode()) == len(line)
+
+
+async def work(run_id: str, number: int, place: int) -> int:
+    note(run_id, str(place))
+    await asyncio.sleep(random.uniform(0.002, 0.04))
+    return number * 100 + place
+
+
+@durable.function(name="chaos_eight_steps")
+async def eight_steps(ctx: durable.Context, number: int) -> int:
+    note(ctx.run_id, BODY)
+    total = 0
+    for place in range(STEPS):
+        total += await ctx.step(work, ctx.run_id, number, place)
+    return total
+
+
+def expected(number: int) -> int:
+    return sum(number * 100 + place for place in range(STEPS))
+
+
+def work_until_killed(url: str, log: str, concurrency: int) -> None:
+    """The main function of a worker process; SIGTERM ends it in good order."""
+    global _log
+    _log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    async def main() -> None:
+        async with durable.Client(url, settings={"poll": "200ms", "poll_idle": "200ms"}) as client:
+            await durable.Worker(client, functions=[eight_steps], concurrency=concurrency, lease="2s").run()
+
+    asyncio.run(main())
