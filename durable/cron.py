@@ -153,11 +153,12 @@ def _parse(expression: str) -> Fields:
             f"cron {expression!r}: {len(parts)} fields",
             hint="five (minute hour day month weekday), or six with seconds last",
         )
-    for part, (what, lowest, highest, names) in zip(parts, _FIELDS, strict=False):
-        for item in part.split(","):
-            _check_item(item, what, lowest, highest, names, expression)
+    checked = [
+        ",".join(_checked(item, what, lowest, highest, names, expression) for item in part.split(","))
+        for part, (what, lowest, highest, names) in zip(parts, _FIELDS, strict=False)
+    ]
     try:
-        expanded, _ = croniter.expand(" ".join(parts))
+        expanded, _ = croniter.expand(" ".join(checked))
         values = [
             range(lowest, min(highest, 6 if what == "day of week" else highest) + 1)
             if field == ["*"]
@@ -183,7 +184,9 @@ def _parse(expression: str) -> Fields:
     return fields
 
 
-def _check_item(item: str, what: str, lowest: int, highest: int, names: dict[str, int], expression: str) -> None:
+def _checked(item: str, what: str, lowest: int, highest: int, names: dict[str, int], expression: str) -> str:
+    """The item as croniter understands it rightly. Raises RegistrationError for one that is not of our grammar."""
+
     def refuse(why: str) -> RegistrationError:
         return RegistrationError(
             f"cron {expression!r}: {what} {item!r}: {why}",
@@ -207,6 +210,9 @@ def _check_item(item: str, what: str, lowest: int, highest: int, names: dict[str
         raise refuse("the range runs backwards" + (" (Sunday at its end is 7)" if bounds[1] == 0 and names else ""))
     if step is not None and not 1 <= int(step) <= highest:
         raise refuse(f"a step of {int(step)}")
+    if len(bounds) == 2 and bounds[0] == bounds[1]:
+        return str(bounds[0])  # croniter takes a range of one value for the whole field
+    return item
 
 
 @functools.cache

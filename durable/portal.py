@@ -30,30 +30,33 @@ class Portal:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._pid = 0
-        self._open = False
+        self._pid = os.getpid()
 
     def start(self) -> Self:
         """Start the thread; returns when its loop runs. Starting twice is starting once, also after a close."""
+        if self._pid != os.getpid():
+            self._lock, self._loop = threading.Lock(), None
         with self._lock:
-            if self._open and self._pid == os.getpid():
+            if self._loop is not None:
                 return self
             ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
             thread = threading.Thread(target=self._main, args=(ready,), name=self._name, daemon=True)
             thread.start()
             self._loop = ready.result()
-            self._thread, self._pid, self._open = thread, os.getpid(), True
+            self._thread, self._pid = thread, os.getpid()
         return self
 
     def submit(
         self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> concurrent.futures.Future[T]:
         """Begin `fn(*args, **kwargs)` on the loop and return at once. Raises WorkerStopped if the portal is not open."""
+        closed = WorkerStopped("the portal is closed", hint="open the client again")
+        if self._pid != os.getpid():  # a fork inherits the object, perhaps with its lock held, but not the thread
+            raise closed
         with self._lock:
-            loop = self._loop
-            if loop is None or not self._open or self._pid != os.getpid():
-                raise WorkerStopped("the portal is closed", hint="open the client again")
-            return asyncio.run_coroutine_threadsafe(fn(*args, **kwargs), loop)
+            if self._loop is None:
+                raise closed
+            return asyncio.run_coroutine_threadsafe(fn(*args, **kwargs), self._loop)
 
     def call(self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `fn(*args, **kwargs)` on the loop and wait for it. Raises what it raises, WorkerStopped if the portal is closed
@@ -64,7 +67,7 @@ class Portal:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            if self._open:
+            if self._loop is not None:
                 raise asyncio.CancelledError from None
             raise WorkerStopped("the portal was closed before the call had ended") from None
         except BaseException:
@@ -73,15 +76,14 @@ class Portal:
 
     def close(self) -> None:
         """Cancel what still runs, wait for it, end the thread. May be called at any time, from any other thread, twice."""
+        if self._pid != os.getpid():
+            return  # inherited by a fork: the thread is not here
+        if threading.current_thread() is self._thread:
+            raise Misuse("the portal can not be closed from its own thread", hint="close it from where it was started")
         with self._lock:
-            loop, thread, is_ours = self._loop, self._thread, self._open and self._pid == os.getpid()
-            self._open = False
+            loop, thread = self._loop, self._thread
             self._loop = None
-        if is_ours and loop is not None and thread is not None:
-            if threading.current_thread() is thread:
-                raise Misuse(
-                    "the portal can not be closed from its own thread", hint="close it from where it was started"
-                )
+        if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
@@ -97,4 +99,9 @@ class Portal:
         with asyncio.Runner() as runner:
             loop = runner.get_loop()
             loop.call_soon(ready.set_result, loop)
-            loop.run_forever()
+            while True:
+                try:
+                    loop.run_forever()
+                    break
+                except (KeyboardInterrupt, SystemExit):
+                    continue  # raised by a coroutine: asyncio also lets it out of the loop, but it belongs to the caller
