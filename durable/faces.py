@@ -1,0 +1,233 @@
+"""The faces of schedules and queues: `client.schedules` and `client.queues`. One verb, one or two calls of the contract.
+
+`Client` makes them. They compute instants and check values; the store compares and writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast
+from uuid import UUID
+
+from . import cron
+from .errors import ConfigurationError, NotFound, RegistrationError
+from .function import Function, find_function
+from .handle import Run
+from .instants import instant, moment
+from .model import ALL, Firing, Instant, NewRun, QueueRecord, QueueStats, Schedule, ScheduleSpec
+from .settings import Micros, micros
+from .submission import checked_key, encoded_input, scheduled_run
+
+if TYPE_CHECKING:
+    from .client import Client
+
+P = ParamSpec("P")
+
+
+class Schedules:
+    """Cron rows of one client's tenant (semantics 52-56)."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def put(self, id: str, fn: Function[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Schedule:
+        """Register `fn.using(cron=…)` with these arguments, or change what is registered under the id.
+
+        The same cron and zone leave the next instant and a pause alone (56). Raises RegistrationError for a cron that can not
+        work, SerializationError for arguments that can not be stored.
+        """
+        checked_key(id, "the id of a schedule")
+        declared = fn.cron
+        if declared is None:
+            raise RegistrationError(f"{fn.name} has no cron", hint=f'{fn.name}.using(cron="0 9 * * *")')
+        store = self._client.store
+        spec = ScheduleSpec(
+            schedule_id=id,
+            name=fn.name,
+            cron=declared.expression,
+            tz=declared.tz,
+            input=encoded_input(fn, args, kwargs, self._client.codec),
+            queue=fn.queue,
+            overlap=declared.overlap,
+            catch_up=declared.catch_up,
+            jitter=declared.jitter,
+            next_fire_at=instant(declared.next_after(moment(store.clock()))),
+        )
+        return await self._client._opened.repeated(lambda: store.put_schedule(spec, scope=self._scope))
+
+    async def remove(self, id: str, /) -> bool:
+        """Remove it; its runs stay. False: unknown."""
+        return await self._client._opened.repeated(
+            lambda: self._client.store.remove_schedule(id, scope=self._client.scope)
+        )
+
+    async def pause(self, id: str, /) -> bool:
+        """Fire nothing until `resume`. False: unknown."""
+        return await self._client._opened.repeated(
+            lambda: self._client.store.pause_schedule(id, scope=self._client.scope, paused=True)
+        )
+
+    async def resume(self, id: str, /) -> bool:
+        """Go on with the first instant after now: what fell into the pause is not made up for. False: unknown."""
+        found = await self._find(id)
+        if found is None:
+            return False
+        store = self._client.store
+        following = instant(cron.next_after(found.cron, moment(store.clock()), tz=found.tz))
+        return await self._client._opened.repeated(
+            lambda: store.pause_schedule(id, scope=self._client.scope, paused=False, next_fire_at=following)
+        )
+
+    async def all(self) -> Sequence[Schedule]:
+        """All of the tenant, by id."""
+        return await self._client._opened.repeated(lambda: self._client.store.schedules(scope=self._client.scope))
+
+    async def get(self, id: str, /) -> Schedule:
+        """One of them. Raises NotFound."""
+        found = await self._find(id)
+        if found is None:
+            raise NotFound(f"there is no schedule {id!r}")
+        return found
+
+    async def next(self, id: str, /, *, count: int = 5) -> list[datetime]:
+        """The next instants at which it is to fire, in UTC. Raises NotFound."""
+        found = await self.get(id)
+        after = moment(self._client.store.clock())
+        return list(islice(cron.occurrences(found.cron, after, tz=found.tz), count))
+
+    async def trigger(self, id: str, /) -> Run[Any]:
+        """Start a run of it now, beside its plan. Raises NotFound."""
+        found = await self.get(id)
+        function = self._function(found)
+        run = scheduled_run(function, found, None)
+        (answer,) = await self._client._opened.repeated(lambda: self._client.store.enqueue([run]))
+        return Run(self._client._plain(), answer.run, function, answer.disposition)
+
+    async def backfill(self, id: str, /, *, since: datetime, until: datetime) -> int:
+        """Start a run for each instant in (since, until] that has none yet; returns how many. Raises NotFound."""
+        start, end = instant(since, what="since"), instant(until, what="until")
+        found = await self.get(id)
+        function = self._function(found)
+        limit = self._client.settings.start_many_limit
+        slots = _between(found, start, end, limit)
+        runs = tuple(scheduled_run(function, found, slot) for slot in slots)
+        return await self._backfill(found, runs) if runs else 0
+
+    async def _backfill(self, found: Schedule, runs: tuple[NewRun, ...]) -> int:
+        store = self._client.store
+        while found.enabled and found.parked_reason is None and found.next_fire_at is not None:
+            firing = Firing(
+                schedule_id=found.schedule_id,
+                tenant=found.tenant,
+                expected=found.next_fire_at,
+                next_fire_at=found.next_fire_at,
+                runs=runs,
+            )
+            answers = await self._client._opened.repeated(lambda wanted=firing: store.fire(wanted))  # type: ignore[misc]
+            if answers is not None:
+                return len(answers)
+            found = await self.get(found.schedule_id)  # it fired meanwhile: with the instant that it has now
+        # A paused schedule has no firing; its runs are kept apart by their keys.
+        made = await self._client._opened.repeated(lambda: store.enqueue(runs))
+        return sum(answer.disposition == "created" for answer in made)
+
+    @property
+    def _scope(self) -> UUID | None:
+        return self._client._own_tenant("schedules.put")
+
+    async def _find(self, id: str) -> Schedule | None:
+        found = await self._client._opened.repeated(
+            lambda: self._client.store.schedules(scope=self._client.scope, schedule_ids=[id])
+        )
+        return found[0] if found else None
+
+    @staticmethod
+    def _function(found: Schedule) -> Function[..., Any]:
+        function = find_function(found.name)
+        if function is None:
+            raise RegistrationError(
+                f"this process has no function {found.name!r}", hint="import the module that declares it"
+            )
+        return function
+
+
+def _between(found: Schedule, start: Instant, end: Instant, limit: int) -> list[Instant]:
+    slots: list[Instant] = []
+    for when in cron.occurrences(found.cron, moment(start), tz=found.tz):
+        slot = instant(when)
+        if slot > end:
+            return slots
+        if len(slots) == limit:
+            raise ConfigurationError(f"backfill: more than {limit:,} instants", hint="take a shorter time, several times")
+        slots.append(slot)
+    return slots
+
+
+class Queues:
+    """Pauses, limits and depths of queues."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def pause(self, name: str, /) -> None:
+        """Claim nothing from it until `resume`; runs in hand go on."""
+        await self._change(name, paused=True)
+
+    async def resume(self, name: str, /) -> None:
+        """Claim from it again."""
+        await self._change(name, paused=False)
+        await self._client.wake(name)
+
+    async def limit(self, name: str, /, *, max_concurrency: int | None = None, rate: str | None = None) -> None:
+        """At most so many runs of the queue at once over all workers; at most `rate` starts, such as "100/1m" (73, 76).
+
+        What is left out is unlimited.
+        """
+        if max_concurrency is not None and (
+            isinstance(max_concurrency, bool) or not isinstance(max_concurrency, int) or max_concurrency < 1
+        ):
+            raise ConfigurationError(f"max_concurrency: {max_concurrency!r} is not a positive whole number")
+        count, period = _rate(rate)
+        await self._change(name, max_concurrency=max_concurrency, rate_count=count, rate_period=period, rate_burst=count)
+        await self._client.wake(name)
+
+    async def all(self) -> Sequence[QueueRecord]:
+        """The rows of flow control."""
+        return await self._client._opened.repeated(lambda: self._client.store.queues(scope=self._client.scope))
+
+    async def stats(self) -> Sequence[QueueStats]:
+        """Depths, the age of the oldest ready run, failures by kind; per queue."""
+        return await self._client._opened.repeated(lambda: self._client.store.stats(scope=self._client.scope))
+
+    async def _change(self, name: str, **changes: Any) -> None:
+        scope = self._client.scope
+        if scope is ALL:
+            scope = None
+        wanted = f"queue:{name}"
+        rows = await self._client._opened.repeated(lambda: self._client.store.queues(scope=scope))
+        tenant = cast("UUID | None", scope)
+        found = next(
+            (row for row in rows if row.scope_name == wanted and row.tenant == tenant),
+            QueueRecord(scope_name=wanted, tenant=tenant),
+        )
+        changed = dataclasses.replace(found, **changes)
+        await self._client._opened.repeated(lambda: self._client.store.set_queue(changed))
+
+
+def _rate(rate: str | None) -> tuple[int | None, Micros | None]:
+    if rate is None:
+        return None, None
+    count, slash, period = rate.partition("/")
+    if not slash or not count.strip().isdigit() or int(count) < 1:
+        raise ConfigurationError(f"rate: {rate!r} can not be read", hint='a count and a time, such as "100/1m" or "5/s"')
+    text = period.strip()
+    length = micros(f"1{text}" if text.isalpha() else text, what="rate")
+    if length == 0:
+        raise ConfigurationError(f"rate: {rate!r} has no time", hint='such as "100/1m"')
+    return int(count), length
+
+
+__all__ = ["Queues", "Schedules"]
