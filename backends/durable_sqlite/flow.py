@@ -60,6 +60,23 @@ ON CONFLICT (queue_id) DO UPDATE SET paused = excluded.paused, max_concurrency =
 """
 SPEND = "UPDATE durable_queue SET rate_tokens = ?, rate_at = ? WHERE queue_id = ?"
 IN_FLIGHT = "SELECT count(*) FROM durable_permit WHERE scope = ?"
+# A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late.
+PERMITS_OF_RUNNING = {
+    "queue": """
+INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at)
+SELECT ?, run_id, ? FROM durable_run WHERE status = 'running' AND tenant_id IS ? AND queue = ?
+""",
+    "function": """
+INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at)
+SELECT ?, run_id, ? FROM durable_run WHERE status = 'running' AND tenant_id IS ? AND name = ?
+""",
+    "key": """
+INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at)
+SELECT ? || ':' || concurrency_key, run_id, ? FROM durable_run
+WHERE status = 'running' AND tenant_id IS ? AND queue = ? AND concurrency_key IS NOT NULL
+""",
+}
+DROP_PERMITS = "DELETE FROM durable_permit WHERE scope = ? OR (scope > ? AND scope < ?)"
 TAKE_PERMIT = "INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at) VALUES (?, ?, ?)"
 HELD_PERMITS = (
     "SELECT scope, count(*) FROM durable_permit WHERE run_id IN (SELECT value FROM json_each(?)) GROUP BY scope"
@@ -304,7 +321,13 @@ def set_queue(con: sqlite3.Connection, now: Instant, record: QueueRecord) -> Non
     values = (record.paused, record.max_concurrency, record.rate_count, record.rate_period, record.rate_burst)
     con.execute(PUT_RULE, (queue_id, record.scope_name, tenant, *values, tokens, at, record.fair, now))
     rule = _rules(con, [queue_id])[queue_id]
-    for text in _blocked_scopes(con, scope_text(tenant, record.scope_name)):
+    base = scope_text(tenant, record.scope_name)
+    kind, _, name = record.scope_name.partition(":")
+    if record.max_concurrency is None:
+        con.execute(DROP_PERMITS, (base, base, base) if kind != "key" else (base, f"{base}:", f"{base};"))
+    else:
+        con.execute(PERMITS_OF_RUNNING[kind], (base, now, tenant, name))
+    for text in _blocked_scopes(con, base):
         _fill(con, now, rule, text, RELEASE_BATCH)
 
 
