@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from durable.errors import Misuse, StoreUnavailable
 from durable.model import Instant
@@ -29,6 +29,17 @@ from .faults import mapped
 from .wakeups import Wakeups
 
 T = TypeVar("T")
+
+
+class Closes(Protocol):
+    """What a core closes together with itself."""
+
+    def close(self) -> None:
+        """Let go of threads and connections."""
+        ...
+
+
+S = TypeVar("S", bound=Closes)
 Operation: TypeAlias = Callable[[sqlite3.Connection, Instant], T]
 
 log = logging.getLogger("durable.sqlite")
@@ -53,6 +64,30 @@ class Connection(sqlite3.Connection):
         """The topics to be announced once the transaction has committed."""
         self.settings = Settings()
         """Those of the store whose operation is running."""
+        self.lent = False
+        """True while a user's function has it: its transaction is not theirs to end."""
+
+    def commit(self) -> None:
+        """As ever; refused while it is lent."""
+        self._refuse_while_lent("commit")
+        super().commit()
+
+    def rollback(self) -> None:
+        """As ever; refused while it is lent."""
+        self._refuse_while_lent("rollback")
+        super().rollback()
+
+    def close(self) -> None:
+        """As ever; refused while it is lent."""
+        self._refuse_while_lent("close")
+        super().close()
+
+    def _refuse_while_lent(self, verb: str) -> None:
+        if self.lent:
+            raise Misuse(
+                f"{verb}() inside ctx.transaction: its rows and its record commit together, when the function returns",
+                hint="return to commit, raise to roll back; a SAVEPOINT undoes a part",
+            )
 
 
 def announce(con: sqlite3.Connection, topic: str) -> None:
@@ -80,6 +115,15 @@ class _Item(Generic[T]):
 _Answer: TypeAlias = tuple[_Item[Any], Any, BaseException | None]
 
 
+def answer(item: _Item[Any], con: Connection, now: Instant) -> _Answer:
+    """Run one operation outside a shared transaction; its error is its own."""
+    con.settings = item.settings
+    try:
+        return item, item.operation(con, now), None
+    except Exception as error:  # noqa: BLE001 - the one operation gets it, mapped
+        return item, None, mapped(error)
+
+
 def _resolve(answers: list[_Answer]) -> None:
     for item, value, error in answers:
         if item.future.done():
@@ -90,7 +134,7 @@ def _resolve(answers: list[_Answer]) -> None:
             item.future.set_exception(error)
 
 
-def _deliver(answers: Sequence[_Answer]) -> None:
+def deliver(answers: Sequence[_Answer]) -> None:
     """One hop per event loop and batch: a hop per item would cost three times as much."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Answer]] = {}
     for answer in answers:
@@ -209,6 +253,7 @@ class Core:
         self._data_version = 0
         self._readers: dict[str, Lane] = {}
         self._readers_lock = threading.Lock()
+        self._sides: dict[Callable[[Core], Closes], Closes] = {}
         self.writer = connect()
         if prepare is not None:
             self._prepare(prepare)
@@ -219,7 +264,7 @@ class Core:
         self.lane = Lane(
             "durable-sqlite-writer",
             self._flush,
-            idle=self._look,
+            idle=self.look,
             look_after=self.wakeups.look_after if path is not None else lambda: None,
             at_end=self.writer.close,
         )
@@ -234,7 +279,7 @@ class Core:
             prepare(self.writer, self.now())
             self.writer.execute("COMMIT")
         except BaseException:
-            self._roll_back(self.writer)
+            self.roll_back(self.writer)
             self.writer.close()
             raise
 
@@ -273,7 +318,7 @@ class Core:
             return (found.st_ino, found.st_dev) == self._identity
         return self._failure is None
 
-    def _verify_file(self) -> None:
+    def verify_file(self) -> None:
         """SQLite goes on 'succeeding' after its file was unlinked or replaced; what is written then goes nowhere."""
         if self.path is None:
             return
@@ -302,23 +347,23 @@ class Core:
 
     def _flush(self, batch: list[_Item[Any]]) -> None:
         con = self.writer
-        con.announced.clear()
         with self.lock:
+            con.announced.clear()
             try:
-                self._verify_file()
+                self.verify_file()
                 self.begin(con)
                 answers = self._apply(con, batch)
                 if con.in_transaction:
                     con.execute("COMMIT")
-                self._verify_file()
+                self.verify_file()
             except BaseException as error:  # noqa: BLE001 - every future of the batch gets it, mapped
-                self._roll_back(con)
+                self.roll_back(con)
                 answers = [(item, None, mapped(error)) for item in batch]
                 con.announced.clear()
-        _deliver(answers)
+        deliver(answers)
         if con.announced:
             self.wakeups.announce(con.announced)
-        self._look()
+        self.look()
         self._checkpoint(con)
 
     def _apply(self, con: Connection, batch: list[_Item[Any]]) -> list[_Answer]:
@@ -343,14 +388,14 @@ class Core:
         return answers
 
     @staticmethod
-    def _roll_back(con: sqlite3.Connection) -> None:
+    def roll_back(con: sqlite3.Connection) -> None:
         if con.in_transaction:
             try:
                 con.execute("ROLLBACK")
             except sqlite3.Error:
                 log.exception("rolling back failed; the next transaction finds out whether the database is usable")
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Has another connection committed? The number changes for others' commits only, so our own wake nobody twice."""
         if self.path is None or self.wakeups.look_after() is None:
             return
@@ -386,6 +431,14 @@ class Core:
         else:
             self._checkpoint_pause = 0.0
 
+    def side(self, make: Callable[[Core], S]) -> S:
+        """The one object of a kind that belongs to this core (see `transactions.py`), made when it is first wanted."""
+        with self._readers_lock:
+            found = self._sides.get(make)
+            if found is None:
+                found = self._sides[make] = make(self)
+            return cast(S, found)
+
     # -- the read side ---------------------------------------------------------------------------------------------------
 
     def reader(self, name: str) -> Lane:
@@ -411,17 +464,12 @@ class Core:
             try:
                 con.execute("BEGIN")
                 now = self.now()
-                for item in batch:
-                    con.settings = item.settings
-                    try:
-                        answers.append((item, item.operation(con, now), None))
-                    except Exception as error:  # noqa: BLE001 - the one operation gets it, mapped
-                        answers.append((item, None, mapped(error)))
+                answers.extend(answer(item, con, now) for item in batch)
             except BaseException as error:  # noqa: BLE001 - the rest of the batch gets it, mapped
                 answers.extend((item, None, mapped(error)) for item in batch[len(answers) :])
             finally:
-                self._roll_back(con)
-            _deliver(answers)
+                self.roll_back(con)
+            deliver(answers)
 
         return Lane(f"durable-sqlite-{name}", process, at_end=con.close)
 
@@ -430,9 +478,9 @@ class Core:
         if os.getpid() != self.pid:
             return
         with self._readers_lock:
-            readers = list(self._readers.values())
-        for lane in readers:
-            lane.close()
+            others: list[Closes] = [*self._sides.values(), *self._readers.values()]
+        for other in others:
+            other.close()
         self.lane.close()
 
 
@@ -445,34 +493,39 @@ class Database:
         self._release = release
         self._closed = False
 
-    def _guard(self) -> None:
+    def guard(self) -> None:
+        """Refuse a closed store, a fork's child, and a file that was replaced."""
         if self._closed:
             raise StoreUnavailable("the store is closed", hint="open it again")
         self.core.guard()
 
-    async def write(self, operation: Operation[T], *, weight: int = 0) -> T:
-        """Run `operation(con, now)` in the next shared transaction; returns when it is durable. `weight`: its payload in bytes."""
-        self._guard()
+    def guard_write(self) -> None:
+        """Refuse also a write that would wait for a lock which its own task holds."""
+        self.guard()
         if in_transaction.get() is self.core:
             raise Misuse(
                 "a write to the store inside ctx.transaction would wait for the lock that this transaction holds",
                 hint="write through the connection that the transaction gives you, or after the transaction",
             )
+
+    async def write(self, operation: Operation[T], *, weight: int = 0) -> T:
+        """Run `operation(con, now)` in the next shared transaction; returns when it is durable. `weight`: its payload in bytes."""
+        self.guard_write()
         return await self.core.lane.submit(operation, self.settings, weight)
 
     async def read(self, operation: Operation[T], *, slow: bool = False) -> T:
         """Run `operation(con, now)` in a snapshot that holds all that was acknowledged before. `slow`: beside the quick ones."""
-        self._guard()
+        self.guard()
         return await self.core.reader("slow-reader" if slow else "reader").submit(operation, self.settings)
 
     async def wait(self, topics: Sequence[str], timeout: Micros) -> None:
         """See `Wakeups.wait`."""
-        self._guard()
+        self.guard()
         await self.core.wakeups.wait(topics, timeout / 1_000_000)
 
     def notify(self, topics: Sequence[str]) -> None:
         """See `Wakeups.announce`."""
-        self._guard()
+        self.guard()
         self.core.wakeups.announce(topics)
 
     async def close(self) -> None:

@@ -87,11 +87,11 @@ def land(con: sqlite3.Connection, now: Instant, endings: Sequence[Ending]) -> No
     if not landed:
         return
     ids = [ending.run_id for ending, _ in landed]
-    queues |= flow.release(con, now, ids)
+    flow.release(con, now, ids)
     # A run that waited for its turn itself leaves the line without anybody's turn coming.
     freed = {row[3] for _, row in landed if row[3] is not None and row[4] != flow.SEQUENCE}
     if freed:
-        queues |= flow.next_in_sequence(con, now, freed)
+        flow.next_in_sequence(con, now, freed)
     _wake_parents(con, now, landed, queues)
     for ending, row in landed:
         if row[6] is not None:

@@ -1,0 +1,187 @@
+"""Claiming: heads of the ready index, the endings that a claim finds, permits, and the fence (semantics 7 to 12, 45, 73).
+
+`store.py` calls `claim` inside the shared write transaction: what it reads nobody else changes before the commit, so the journal
+that goes out with a run is complete. Nothing here looks at rows that this worker could not take, beyond those it lands or that a
+limit holds back.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, Final
+
+from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Instant, Lease, RunRecord, Status, StepRecord
+
+from . import flow, landing
+from .rows import RUN_COLUMNS, STEP_COLUMNS, STEP_ORDER, run_record, step_record, tenant_text
+
+ROUNDS: Final = 8
+"""How often a claim looks again after the heads that it found were landed or held back. What then remains, the next claim takes."""
+
+_READY: Final = "status = 'pending' AND available_at IS NULL AND blocked_on IS NULL"
+_ROUTES: Final = "route IN (SELECT value FROM json_each(?))"
+HEADS: Final = f"""
+SELECT {RUN_COLUMNS}, cancel_reason FROM durable_run INDEXED BY durable_run_ready
+WHERE queue = ? AND {_ROUTES} AND {_READY} ORDER BY priority DESC, submitted LIMIT ?
+"""
+HEADS_UNTAGGED: Final = f"""
+SELECT {RUN_COLUMNS}, cancel_reason FROM durable_run INDEXED BY durable_run_ready
+WHERE queue = ? AND {_ROUTES} AND {_READY} AND tenant_id IS NULL ORDER BY priority DESC, submitted LIMIT ?
+"""
+HEADS_OF_TENANT: Final = f"""
+SELECT {RUN_COLUMNS}, cancel_reason FROM durable_run INDEXED BY durable_run_ready_tenant
+WHERE tenant_id = ? AND queue = ? AND {_ROUTES} AND {_READY} ORDER BY priority DESC, submitted LIMIT ?
+"""
+HEADS_ALONE: Final = f"""
+SELECT {RUN_COLUMNS}, cancel_reason FROM durable_run INDEXED BY durable_run_blocked
+WHERE blocked_on = 'alone' AND status = 'pending' AND available_at IS NULL AND (? OR tenant_id IS ?)
+AND queue IN (SELECT value FROM json_each(?)) AND {_ROUTES} ORDER BY priority DESC, submitted LIMIT ?
+"""
+HELD: Final = f"SELECT {RUN_COLUMNS} FROM durable_run WHERE lease_owner = ? AND status = 'running' ORDER BY priority DESC, submitted"
+TAKE: Final = """
+UPDATE durable_run SET status = 'running', attempts = attempts + 1, leased_until = ?, lease_owner = ?, blocked_on = NULL,
+    started_at = coalesce(started_at, ?), replay_family = coalesce(replay_family, ?), waiting_for = NULL, updated_at = ?
+WHERE submitted = ?
+"""
+HISTORIES: Final = f"""
+SELECT {STEP_COLUMNS}, run_id FROM durable_step WHERE run_id IN (SELECT value FROM json_each(?)) ORDER BY run_id, {STEP_ORDER}
+"""
+
+
+def claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list[Claimed]:
+    """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8)."""
+    held = [run_record(row) for row in con.execute(HELD, (request.mark,))]
+    if held:
+        return _with_history(con, held)
+    if request.limit < 1:
+        return []
+    routes = _routes(request)
+    if request.alone:
+        rows = _alone(con, now, request, routes)
+        if rows:
+            return _with_history(con, _take(con, now, request, rows))
+    taken: list[tuple[Any, ...]] = []
+    closed = _paused(con, request)
+    for queue, most in request.queues.items():
+        room = min(most, request.limit - len(taken))
+        if room > 0 and queue not in closed:
+            taken += _from_queue(con, now, request, queue, routes, room)
+    return _with_history(con, _take(con, now, request, taken))
+
+
+def _routes(request: ClaimRequest) -> str:
+    """Name, version and family in one: for each, runs without a record, and runs with records of this interpreter's family.
+
+    A run without a version is taken for its name alone, whatever versions of it the worker registered.
+    """
+    pairs = {(name, "") for name, _ in request.functions} | {(name, version or "") for name, version in request.functions}
+    return json.dumps([f"{name}/{version}@{family}" for name, version in sorted(pairs) for family in ("", request.family)])
+
+
+def _paused(con: sqlite3.Connection, request: ClaimRequest) -> frozenset[str]:
+    """Queues that give nothing to a claim that sees one tenant. One that sees all holds the paused runs back one by one, once."""
+    names = flow.paused(con, request.scope)
+    return frozenset(queue for queue in request.queues if f"queue:{queue}" in names)
+
+
+def _heads(con: sqlite3.Connection, request: ClaimRequest, queue: str, routes: str, limit: int) -> list[tuple[Any, ...]]:
+    if request.scope is ALL:
+        return con.execute(HEADS, (queue, routes, limit)).fetchall()
+    if request.scope is None:
+        return con.execute(HEADS_UNTAGGED, (queue, routes, limit)).fetchall()
+    return con.execute(HEADS_OF_TENANT, (tenant_text(request.scope), queue, routes, limit)).fetchall()
+
+
+def _from_queue(
+    con: sqlite3.Connection, now: Instant, request: ClaimRequest, queue: str, routes: str, room: int
+) -> list[tuple[Any, ...]]:
+    """The rows to take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
+    taken: list[tuple[Any, ...]] = []
+    for _ in range(ROUNDS):
+        # Rows that were chosen in an earlier round are still in the index, and in front.
+        rows = _heads(con, request, queue, routes, room)[len(taken) :]
+        chosen = _admitted(con, now, rows)
+        taken += chosen
+        if len(chosen) == len(rows) or len(taken) >= room:
+            break
+    return taken
+
+
+def _alone(con: sqlite3.Connection, now: Instant, request: ClaimRequest, routes: str) -> list[tuple[Any, ...]]:
+    """At most one run that lapsed twice in a row, and nothing beside it (15)."""
+    everybody = request.scope is ALL
+    tenant = None if request.scope is ALL else tenant_text(request.scope)
+    closed = _paused(con, request)
+    queues = json.dumps([queue for queue, most in request.queues.items() if most > 0 and queue not in closed])
+    for _ in range(ROUNDS):
+        rows = con.execute(HEADS_ALONE, (everybody, tenant, queues, routes, 1)).fetchall()
+        chosen = _admitted(con, now, rows)
+        if chosen or not rows:
+            return chosen
+    return []
+
+
+def _admitted(con: sqlite3.Connection, now: Instant, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Land what ends at a claim; of the rest, those for which every scope has room."""
+    endings: list[landing.Ending] = []
+    going: list[tuple[Any, ...]] = []
+    for row in rows:
+        ending = _ending(now, row)
+        if ending is None:
+            going.append(row)
+        else:
+            endings.append(ending)
+    if endings:
+        landing.land(con, now, endings)
+    candidates = [
+        flow.Candidate(run_id=row[0], tenant_id=row[3], queue=row[9], name=row[1], concurrency_key=row[29]) for row in going
+    ]
+    admitted = {candidate.run_id for candidate in flow.admit(con, now, candidates)}
+    return [row for row in going if row[0] in admitted]
+
+
+def _ending(now: Instant, row: tuple[Any, ...]) -> landing.Ending | None:
+    """How a run ends that should not be called any more: an ask and no record (45), or past its deadline (12)."""
+    requested_at, refused_at, family, deadline_at, compensating = row[24], row[25], row[46], row[22], row[39]
+    if requested_at is not None and refused_at is None and family is None:
+        failure = Failure(message=row[-1] or "cancelled before its first record", kind=ErrorKind.CANCELLED)
+        return landing.Ending(run_id=row[0], status=Status.CANCELLED, failure=failure)
+    if deadline_at is not None and deadline_at <= now and not compensating:
+        failure = Failure(message="its deadline passed before it was claimed", kind=ErrorKind.DEADLINE)
+        return landing.Ending(run_id=row[0], status=Status.TIMED_OUT, failure=failure)
+    return None
+
+
+def _take(con: sqlite3.Connection, now: Instant, request: ClaimRequest, rows: Sequence[tuple[Any, ...]]) -> list[RunRecord]:
+    until = now + request.lease
+    con.executemany(TAKE, [(until, request.mark, now, request.family, now, row[14]) for row in rows])
+    runs: list[RunRecord] = []
+    for row in rows:  # the row as the statement left it; reading it back would cost as much again
+        values = list(row)
+        values[2], values[11], values[20], values[21], values[30], values[38] = (
+            "running", row[11] + 1, until, request.mark, None, None,
+        )  # fmt: skip
+        values[17] = now if row[17] is None else row[17]
+        values[46] = request.family if row[46] is None else row[46]
+        values[16] = now
+        runs.append(run_record(values))
+    return runs
+
+
+def _with_history(con: sqlite3.Connection, runs: Sequence[RunRecord]) -> list[Claimed]:
+    """Leases and journals. A run that is claimed for the first time has no journal to read."""
+    replayed = [run.run_id for run in runs if run.attempts > 1]
+    histories: dict[str, list[StepRecord]] = {}
+    if replayed:
+        for row in con.execute(HISTORIES, (json.dumps(replayed),)):
+            histories.setdefault(row[-1], []).append(step_record(row))
+    return [
+        Claimed(
+            lease=Lease(run_id=run.run_id, tenant=run.tenant, attempts=run.attempts, mark=run.lease_owner or ""),
+            run=run,
+            history=tuple(histories.get(run.run_id, ())),
+        )
+        for run in runs
+    ]
