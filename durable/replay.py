@@ -24,8 +24,9 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from .codec import read_envelope
 from .errors import NonDeterminismError
-from .model import Inbox, Instant, Json, NewRecord, RecordKind, StepRecord
+from .model import Inbox, Instant, Json, NewRecord, StepRecord
 from .settings import Micros, Settings
 
 if TYPE_CHECKING:
@@ -260,12 +261,17 @@ class Journal:
     is all that counts (R13).
     """
 
-    __slots__ = ("_landed", "_open", "attempts", "by_id", "cursor", "records", "replayed")
+    __slots__ = ("_attempts", "_landed", "_open", "by_id", "cursor", "records", "replayed", "tries")
 
     def __init__(self, history: Sequence[StepRecord]) -> None:
         self.records: list[StepRecord] = sorted((r for r in history if r.position is not None), key=_position)
         self.by_id: dict[str, StepRecord] = {record.step_id: record for record in self.records}
-        self.attempts: dict[str, StepRecord] = {r.step_id: r for r in history if r.position is None}
+        self.tries: dict[str, tuple[int, Instant]] = {}
+        """Per step: how many attempts have failed, and the instant of the next one (24)."""
+        self._attempts: dict[str, StepRecord] = {}
+        for record in history:
+            if record.position is None:
+                self.attempted(record)
         self.cursor = 0
         """Index of the next record to be delivered."""
         self.replayed = len(self.records)
@@ -290,22 +296,31 @@ class Journal:
 
     def assign(self) -> int:
         """The next position. It is in flight until it lands or is given up."""
-        position = next(reversed(self._open)) if self._open else _position(self.records[-1]) if self.records else -1
-        if self._landed:
-            position = max(position, max(self._landed))
-        position += 1
-        self._open[position] = None
-        return position
+        last = next(reversed(self._open)) if self._open else _position(self.records[-1]) if self.records else -1
+        self._open[last + 1] = None
+        return last + 1
 
-    def land(self, record: StepRecord) -> None:
-        """A record is durable. It is delivered after all that have a lower position (R13)."""
-        self._landed[_position(record)] = record
+    def land(self, position: int, record: StepRecord) -> None:
+        """The record of this position is durable. It is delivered after all that have a lower one (R13)."""
+        self._landed[position] = record
         self._release()
 
     def give_up(self, position: int) -> None:
         """The record of this position was certainly not written: the position stays empty."""
         if self._open.pop(position, 0) is None:
             self._release()
+
+    def attempted(self, record: StepRecord) -> None:
+        """An attempt row is durable."""
+        step_id, _, number = record.step_id.rpartition("@")
+        _, told = read_envelope(record.result)
+        known = self.tries.get(step_id, (0, 0))
+        self.tries[step_id] = max(known, (int(number), int(told["next_at"])))
+        self._attempts[record.step_id] = record
+
+    def history(self) -> tuple[StepRecord, ...]:
+        """All durable records by position, attempt rows last."""
+        return (*self.records, *self._attempts.values())
 
     def _release(self) -> None:
         while self._open:

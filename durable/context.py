@@ -1,0 +1,470 @@
+"""What a body sees of its run: `Context` in an `async def` body, `SyncContext` in a `def` body.
+
+Every verb takes its place in the history when it is called, awaited or not, and refuses (Misuse) to be called anywhere but in the
+body it belongs to. The activation is the host; nothing here writes, waits or decides when something happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import hmac
+import logging
+import uuid as uuids
+from asyncio import events
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, MutableMapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
+from uuid import UUID
+
+from . import steps
+from .bodyloop import BodyLoop, BranchTask
+from .calls import Call, Pending
+from .codec import digest, plain, value_envelope
+from .errors import Misuse, RegistrationError, SignalTimeout
+from .model import Instant, RecordKind
+from .places import caller
+from .settings import Duration, Micros, micros
+from .steps import STEP_KEY, StepPlan, checked_name, plan_of
+from .threadbody import ThreadBody, ThreadCall
+
+if TYPE_CHECKING:
+    from .activation import Activation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+D = TypeVar("D")
+Tx = TypeVar("Tx")
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_NO_DEFAULT: Any = object()
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """A callable that carries its plan: what `@durable.step` makes."""
+
+    @property
+    def plan(self) -> StepPlan:
+        """Name, policy and types."""
+        ...
+
+
+class SignalKind(Protocol[T_co]):
+    """What `durable.Signal` is: a name and the type of its values."""
+
+    @property
+    def name(self) -> str:
+        """Signals are sent and taken by name."""
+        ...
+
+    @property
+    def type(self) -> type[T_co]:
+        """What a value is decoded as."""
+        ...
+
+
+def instant_of(when: datetime, what: str) -> Instant:
+    """Microseconds since the epoch. Raises RegistrationError for a naive datetime: it means another instant on every machine."""
+    if not isinstance(when, datetime) or when.tzinfo is None or when.utcoffset() is None:
+        raise RegistrationError(
+            f"{what}: {when!r} is not a datetime with a time zone",
+            hint="write datetime(..., tzinfo=timezone.utc), or datetime.now(timezone.utc)",
+        )
+    return (when - EPOCH) // timedelta(microseconds=1)
+
+
+def _plan(fn: Any, *, skip_first: bool = False) -> StepPlan:
+    plan = getattr(fn, "plan", None)
+    if isinstance(plan, StepPlan):
+        return plan if not skip_first else StepPlan.of(plan.fn, name=plan.name, skip_first=True)
+    if getattr(fn, "__durable_function__", False):
+        steps.refuse_durable_function(fn)
+    return plan_of(fn, skip_first=skip_first)
+
+
+class _Log(logging.LoggerAdapter[logging.Logger]):
+    """Silent while the body replays; every line knows its run."""
+
+    def __init__(self, context: _Facts) -> None:
+        super().__init__(logging.getLogger(f"durable.run.{context.function}"), {})
+        self._context = context
+
+    def isEnabledFor(self, level: int) -> bool:
+        """Not in replay: the line was written when it was new."""
+        return not self._context.replaying and super().isEnabledFor(level)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Add run_id, function and attempt to the record; what the caller passes as extra stays."""
+        facts = {"run_id": self._context.run_id, "function": self._context.function, "attempt": self._context.attempt}
+        kwargs["extra"] = {**facts, **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+
+class _Facts:
+    """What both contexts know without asking: facts of the run, and values that follow from its seed and the place of the call."""
+
+    def __init__(self, host: Activation, function: str) -> None:
+        run = host.run_record
+        self._host = host
+        self.function = function
+        self.run_id: str = run.run_id
+        self.tenant: UUID | None = run.tenant
+        self.attempt: int = run.failures + 1
+        self.tags: Mapping[str, str] = run.tags
+        self.scheduled_for: datetime | None = (
+            None if run.scheduled_for is None else EPOCH + timedelta(microseconds=run.scheduled_for)
+        )
+        self.log = _Log(self)
+
+    @property
+    def replaying(self) -> bool:
+        """The body has not yet come to where the journal ends. For logs and metrics only: never decide by it."""
+        return self._host.replaying
+
+    @property
+    def step_key(self) -> str:
+        """Inside a step: `run_id:step_id`, the same in every attempt; pass it to outside services as their idempotency key (27).
+        Raises Misuse outside of a step."""
+        try:
+            return STEP_KEY.get()
+        except LookupError:
+            raise Misuse(
+                "ctx.step_key outside of a step", hint="read it in the function that is passed to ctx.step"
+            ) from None
+
+    def _here(self, verb: str) -> None:
+        raise NotImplementedError
+
+    def _drawn(self, verb: str) -> bytes:
+        self._here(verb)
+        step_id = self._host.body.scope().step_id(verb)
+        return hmac.digest(self._host.run_record.seed, step_id.encode(), hashlib.sha256)
+
+    def now(self) -> datetime:
+        """The instant of the last delivered record, UTC: the same live and in replay (R8)."""
+        self._here("now")
+        return EPOCH + timedelta(microseconds=self._host.body.now)
+
+    def random(self) -> float:
+        """A number in [0, 1) that is the same in replay."""
+        return (int.from_bytes(self._drawn("random")[:8], "big") >> 11) / (1 << 53)
+
+    def uuid(self) -> UUID:
+        """A UUID (version 4) that is the same in replay."""
+        return uuids.UUID(bytes=self._drawn("uuid")[:16], version=4)
+
+    def _set_progress(self, done: int, total: int | None, message: str) -> None:
+        self._here("progress")
+        text = self._host.codec.within_limit(plain.write({"done": done, "total": total, "message": message}))
+        if not self._host.replaying and not self._host.over:
+            self._host.recorder.progress(text)
+
+    def _step(self, call: Pending, plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        codec = self._host.codec
+        call.codec = codec
+        call.plan = plan
+        call.args = args
+        call.kwargs = kwargs
+        call.arguments = plan.signature.encode_arguments(codec, args, kwargs)
+        call.digest = digest(call.arguments)
+        call.annotation = plan.signature.returns
+        call.shielded = self._host.body.scope().shields > 0
+
+    def _timer(self, call: Pending, due: Instant, told: Micros) -> None:
+        call.codec = self._host.codec
+        call.kind = RecordKind.TIMER
+        call.due = due
+        call.digest = digest(str(told))
+
+    def _await_signal(self, call: Pending, signal: SignalKind[Any], timeout: Duration | None, default: Any) -> None:
+        span = None if timeout is None else micros(timeout, what=f"timeout of the signal {signal.name!r}")
+        call.codec = self._host.codec
+        call.kind = RecordKind.SIGNAL
+        call.annotation = signal.type
+        call.signal = signal.name
+        call.digest = digest(f"{signal.name}:{span}")
+        if span is not None:
+            call.due = self._host.body.now + span
+            call.on_time_out = lambda: (
+                SignalTimeout(
+                    f"no signal {signal.name!r} came within {timeout}", hint="pass default=... to go on without it"
+                )
+                if default is _NO_DEFAULT
+                else default
+            )
+
+    def _bare(self, call: Pending, kind: RecordKind, envelope: str) -> None:
+        call.codec = self._host.codec
+        call.kind = kind
+        call.envelope = envelope
+        call.shielded = self._host.body.scope().shields > 0
+
+    def _is_patched(self, change_id: str) -> bool | None:
+        """True or False if the journal decides; None: the change is to be recorded (25)."""
+        checked_name(change_id, "change")
+        journal = self._host.journal
+        scope = self._host.body.scope()
+        name = f"patch:{change_id}"
+        count = scope.names.get(name, 0)
+        step_id = f"{scope.path}{name}" if count == 0 else f"{scope.path}{name}#{count + 1}"
+        if step_id in journal.by_id or not self._host.replaying:
+            return None
+        scope.step_id(name)
+        return False
+
+
+class Context(_Facts):
+    """The context of an `async def` body. Its verbs may be awaited, gathered, wrapped in tasks: plain asyncio replays."""
+
+    @property
+    def _loop(self) -> BodyLoop:
+        body = self._host.body
+        assert isinstance(body, BodyLoop)
+        return body
+
+    def _here(self, verb: str) -> None:
+        if events._get_running_loop() is not self._host.body:
+            raise Misuse(
+                f"ctx.{verb} was called outside the body of the run (in a step, a thread, or another run)",
+                hint="call it in the body and pass the value on; a step takes values, not the context",
+            )
+
+    def _made(self, call: Call, name: str) -> Any:
+        host, loop = self._host, self._loop
+        if loop.closed:
+            return call  # torn down: it never completes (R14)
+        if host.interruption is not None and not loop.scope().shields:
+            loop.scope().step_id(name)
+            call.refuse()
+            return call
+        host.registered(call, name)
+        return call
+
+    @overload
+    def step(self, fn: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def step(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
+    def step(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function at least once and record its result once (21, 26). Returns the decoded form of what was stored (22).
+
+        Raises what the function raised for good: as its class if that can be rebuilt, else StepFailed (23). Arguments and
+        result are JSON by their annotations: SerializationError names what can not be stored.
+        """
+        self._here("step")
+        call = Call(loop=self._loop)
+        plan = _plan(fn)
+        self._step(call, plan, args, kwargs)
+        call.place = caller(1)
+        return self._made(call, plan.name)
+
+    def transaction(
+        self, fn: Callable[Concatenate[Tx, P], Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]:
+        """Call `fn(connection, ...)` exactly once: what it writes and the record of its result commit together (26).
+
+        The connection is the store's own; commit and rollback are refused. No context call inside.
+        """
+        self._here("transaction")
+        settings = self._host.recorder.settings
+        call = Call(loop=self._loop)
+        plan = _plan(fn, skip_first=True)
+        self._step(call, plan, args, kwargs)
+        call.transaction = min(settings.transaction_timeout, settings.lease // 3)
+        call.place = caller(1)
+        return self._made(call, plan.name)  # type: ignore[no-any-return]
+
+    def sleep(self, duration: Duration, /) -> Coroutine[Any, Any, None]:
+        """Wait durably: the run leaves memory for long ones. The same as `asyncio.sleep`, with a name of its own (29)."""
+        self._here("sleep")
+        call = Call(loop=self._loop)
+        span = micros(duration, what="sleep")
+        self._timer(call, self._loop.now + span, span)
+        call.place = caller(1)
+        return self._made(call, "sleep")  # type: ignore[no-any-return]
+
+    def sleep_until(self, when: datetime, /) -> Coroutine[Any, Any, None]:
+        """Wait durably until an instant. Raises RegistrationError for a naive datetime."""
+        self._here("sleep_until")
+        call = Call(loop=self._loop)
+        due = instant_of(when, "sleep_until")
+        self._timer(call, due, due)
+        call.place = caller(1)
+        return self._made(call, "sleep_until")  # type: ignore[no-any-return]
+
+    @overload
+    def wait_signal(self, signal: SignalKind[T], /, *, timeout: Duration | None = None) -> Coroutine[Any, Any, T]: ...
+    @overload
+    def wait_signal(self, signal: SignalKind[T], /, *, timeout: Duration, default: D) -> Coroutine[Any, Any, T | D]: ...
+    def wait_signal(self, signal: SignalKind[Any], /, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT) -> Any:
+        """The next signal of that kind, in the order of sending, each taken once; one that came before the wait counts (32).
+
+        Raises SignalTimeout, or returns `default`, when the time is over.
+        """
+        self._here("wait_signal")
+        call = Call(loop=self._loop)
+        self._await_signal(call, signal, timeout, default)
+        call.place = caller(1)
+        return self._made(call, f"signal:{signal.name}")
+
+    def progress(self, done: int, total: int | None = None, message: str = "") -> Coroutine[Any, Any, None]:
+        """Say how far the run is; written with the next record or renewal, silent in replay (29a)."""
+        self._set_progress(done, total, message)
+        return self._completed(None)  # type: ignore[return-value]
+
+    def patched(self, change_id: str) -> Awaitable[bool]:
+        """True where the run takes the new way: new runs, and old ones that had not come here yet. The answer is kept (25)."""
+        self._here("patched")
+        decided = self._is_patched(change_id)
+        if decided is not None:
+            return self._completed(decided)
+        call = Call(loop=self._loop)
+        self._bare(call, RecordKind.PATCH, value_envelope("true"))
+        call.digest = digest(change_id)
+        call.place = caller(1)
+        return self._made(call, f"patch:{change_id}")  # type: ignore[no-any-return]
+
+    def refuse_cancel(self) -> Coroutine[Any, Any, None]:
+        """The pivot: from here on the run refuses to be cancelled and goes forward (46)."""
+        self._here("refuse_cancel")
+        call = Call(loop=self._loop)
+        self._bare(call, RecordKind.PIVOT, value_envelope("null"))
+        call.place = caller(1)
+        return self._made(call, "refuse_cancel")  # type: ignore[no-any-return]
+
+    def shield(self) -> AbstractAsyncContextManager[None]:
+        """Steps inside still run after a cancel or time-out of the run, and a cancel of this branch waits for its end (44).
+
+        A time limit that is set inside works inside.
+        """
+        self._here("shield")
+        return _Shield(self._loop)
+
+    def _completed(self, value: T) -> Awaitable[T]:
+        call = Call(loop=self._loop)
+        call.set_result(value)
+        return call
+
+
+class _Shield:
+    def __init__(self, loop: BodyLoop) -> None:
+        self._loop = loop
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task(self._loop)
+        if not isinstance(task, BranchTask):
+            raise Misuse("ctx.shield() in a callback", hint="enter it in the body, or in a task of the body")
+        self._task = task
+        task.enter_shield()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task.leave_shield():
+            await _Turn()  # the cancel that was held back is raised here
+
+
+class _Turn:
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+class SyncContext(_Facts):
+    """The context of a `def` body: the same verbs, blocking. It belongs to the thread of the body (28b)."""
+
+    @property
+    def _thread(self) -> ThreadBody:
+        body = self._host.body
+        assert isinstance(body, ThreadBody)
+        return body
+
+    def _here(self, verb: str) -> None:
+        self._thread.check(f"ctx.{verb}")
+
+    def _called(self, call: ThreadCall, name: str) -> Any:
+        return self._thread.call(call, name)
+
+    def step(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a `def` function in this thread, at least once, and record its result once. As `Context.step`."""
+        self._here("step")
+        call = ThreadCall(self._thread)
+        plan = _plan(fn)
+        if plan.coroutine:
+            raise Misuse(f"{plan.name!r} is an async def step in a def body", hint="make the body async def, or the step def")
+        self._step(call, plan, args, kwargs)
+        call.place = caller(1)
+        call.context = contextvars.copy_context()
+        result: R = self._called(call, plan.name)
+        return result
+
+    def sleep(self, duration: Duration, /) -> None:
+        """Wait durably."""
+        self._here("sleep")
+        call = ThreadCall(self._thread)
+        span = micros(duration, what="sleep")
+        self._timer(call, self._thread.now + span, span)
+        call.place = caller(1)
+        self._called(call, "sleep")
+
+    def sleep_until(self, when: datetime, /) -> None:
+        """Wait durably until an instant. Raises RegistrationError for a naive datetime."""
+        self._here("sleep_until")
+        call = ThreadCall(self._thread)
+        due = instant_of(when, "sleep_until")
+        self._timer(call, due, due)
+        call.place = caller(1)
+        self._called(call, "sleep_until")
+
+    @overload
+    def wait_signal(self, signal: SignalKind[T], /, *, timeout: Duration | None = None) -> T: ...
+    @overload
+    def wait_signal(self, signal: SignalKind[T], /, *, timeout: Duration, default: D) -> T | D: ...
+    def wait_signal(self, signal: SignalKind[Any], /, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT) -> Any:
+        """As `Context.wait_signal`."""
+        self._here("wait_signal")
+        call = ThreadCall(self._thread)
+        self._await_signal(call, signal, timeout, default)
+        call.place = caller(1)
+        return self._called(call, f"signal:{signal.name}")
+
+    def progress(self, done: int, total: int | None = None, message: str = "") -> None:
+        """As `Context.progress`."""
+        self._set_progress(done, total, message)
+
+    def patched(self, change_id: str) -> bool:
+        """As `Context.patched`."""
+        self._here("patched")
+        decided = self._is_patched(change_id)
+        if decided is not None:
+            return decided
+        call = ThreadCall(self._thread)
+        self._bare(call, RecordKind.PATCH, value_envelope("true"))
+        call.digest = digest(change_id)
+        call.place = caller(1)
+        return bool(self._called(call, f"patch:{change_id}"))
+
+    def refuse_cancel(self) -> None:
+        """As `Context.refuse_cancel`."""
+        self._here("refuse_cancel")
+        call = ThreadCall(self._thread)
+        self._bare(call, RecordKind.PIVOT, value_envelope("null"))
+        call.place = caller(1)
+        self._called(call, "refuse_cancel")
+
+    def shield(self) -> AbstractContextManager[None]:
+        """Steps inside still run after a cancel or time-out, which takes effect when the shield is left."""
+        self._here("shield")
+        return self._shield()
+
+    @contextmanager
+    def _shield(self) -> Generator[None]:
+        self._thread.root.shields += 1
+        try:
+            yield
+        finally:
+            self._thread.leave_shield()
+
+
+__all__ = ["Context", "SyncContext", "instant_of"]

@@ -1,0 +1,532 @@
+"""`@durable.function` and `@durable.step`: declarations, the options of a start, and the registry by which a worker finds functions.
+
+The client starts a `Function` with its options, the worker looks names up in a `Registry`, an activation opens the body through
+`Program`. Everything that can be wrong with a declaration or an option is refused here, at once, with the reason; nothing here
+runs a body, and nothing talks to a store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import re
+import types
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Protocol, overload
+
+from typing_extensions import TypeVar
+
+from .codec import Codec, Signature
+from .context import Context, SyncContext, instant_of
+from .cron import Cron
+from .errors import ConfigurationError, Misuse, RegistrationError
+from .model import Instant, Json
+from .retry import Retry
+from .settings import Duration, Micros, micros
+from .steps import StepPlan, checked_name
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+LONGEST_KEY = 1_024
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "..."
+
+
+ABSENT: Any = _Absent()
+"""As declared."""
+
+
+# -- options of a start -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What `.using(...)` was given, checked, in the units of the store. None: as declared, or none."""
+
+    idempotency_key: str | None = None
+    coalesce_key: str | None = None
+    on_coalesce: Literal["join", "replace"] = "join"
+    max_delay: Micros | None = None
+    sequence_key: str | None = None
+    concurrency_key: str | None = None
+    queue: str | None = None
+    priority: int | None = None
+    delay: Micros | None = None
+    start_at: Instant | None = None
+    deadline_at: Instant | None = None
+    deadline_after: Micros | None = None
+    retry: Retry | None = None
+    timeout: Micros | None = None
+    unlimited: bool = False
+    """`timeout=None` was said: no cap, whatever is declared."""
+    keep: Micros | None = None
+    cron: Cron | None = None
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    detached: bool = False
+
+
+def _text(value: object, what: str, limit: int) -> str:
+    if not isinstance(value, str) or not value:
+        raise RegistrationError(f"{what} is text and not empty, not {value!r}", hint=f"leave {what} out where there is none")
+    if len(value) > limit:
+        raise RegistrationError(f"{what} has {len(value):,} characters, more than {limit:,}", hint="pass a digest of it")
+    if "\x00" in value:
+        raise RegistrationError(f"{what} holds a NUL character, which no store can keep")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RegistrationError(f"{what} holds a lone surrogate, which no store can keep") from None
+    return value
+
+
+def checked_key(value: object, what: str) -> str:
+    """A key as rule 34 wants it. Raises RegistrationError: empty, over 1,024 characters, NUL, or beginning with `~`."""
+    key = _text(value, what, LONGEST_KEY)
+    if key.startswith("~"):
+        raise RegistrationError(
+            f"{what} {key[:80]!r} begins with '~': such keys are the engine's own", hint="choose another first character"
+        )
+    return key
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -32_768 <= value <= 32_767:
+        raise RegistrationError(f"priority is a whole number from -32,768 to 32,767, not {value!r}", hint="higher goes first")
+    return value
+
+
+def _retry(value: object) -> Retry:
+    if not isinstance(value, Retry):
+        raise RegistrationError(f"retry is a durable.Retry, not {value!r}", hint="retry=durable.Retry(3)")
+    return value
+
+
+def _cron(value: object) -> Cron:
+    if isinstance(value, str):
+        return Cron(value)
+    if not isinstance(value, Cron):
+        raise RegistrationError(f"cron is an expression or a durable.Cron, not {value!r}", hint='cron="0 9 * * MON-FRI"')
+    return value
+
+
+def _tags(value: object) -> Mapping[str, str]:
+    if not isinstance(value, Mapping):
+        raise RegistrationError(f"tags are a mapping of text to text, not {value!r}", hint='tags={"customer": "42"}')
+    return types.MappingProxyType(
+        {_text(key, "the name of a tag", 255): _text(item, f"the tag {key!r}", LONGEST_KEY) for key, item in value.items()}
+    )
+
+
+def _chosen(value: object) -> str:
+    if value not in ("join", "replace"):
+        raise RegistrationError(f'on_coalesce is "join" or "replace", not {value!r}')
+    return str(value)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise RegistrationError(f"detached is True or False, not {value!r}")
+    return value
+
+
+def _duration(what: str) -> Callable[[Any], Micros]:
+    return lambda value: micros(value, what=what)
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "idempotency_key": lambda value: checked_key(value, "idempotency_key"),
+    "coalesce_key": lambda value: checked_key(value, "coalesce_key"),
+    "sequence_key": lambda value: checked_key(value, "sequence_key"),
+    "concurrency_key": lambda value: checked_key(value, "concurrency_key"),
+    "on_coalesce": _chosen,
+    "max_delay": _duration("max_delay"),
+    "queue": lambda value: checked_name(value, "queue"),
+    "priority": _priority,
+    "delay": _duration("delay"),
+    "retry": _retry,
+    "keep": _duration("keep"),
+    "cron": _cron,
+    "tags": _tags,
+    "detached": _flag,
+}
+
+
+def _checked(given: dict[str, Any], before: Options) -> Options:
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is ABSENT:
+            continue
+        if name == "at":
+            values["start_at"] = instant_of(value, "at")
+        elif name == "timeout":
+            values["unlimited"] = value is None
+            values["timeout"] = None if value is None else _positive(value, "timeout")
+        elif name == "deadline":
+            at = instant_of(value, "deadline") if isinstance(value, datetime) else None
+            values["deadline_at"], values["deadline_after"] = at, None if at is not None else _positive(value, "deadline")
+        else:
+            values[name] = _CHECKS[name](value)
+    made = dataclasses.replace(before, **values)
+    if made.max_delay is not None and made.coalesce_key is None:
+        raise RegistrationError("max_delay without a coalesce_key means nothing", hint="pass both, or neither")
+    return made
+
+
+def _positive(value: Any, what: str) -> Micros:
+    amount = micros(value, what=what)
+    if amount == 0:
+        raise ConfigurationError(f"{what}: 0 leaves no time for anything", hint="leave it out, or pass None, for no limit")
+    return amount
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------------
+
+
+class Step(Generic[P, R_co]):
+    """A function that knows how it is tried as a step. Called directly it is the plain function."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.__wrapped__ = plan.fn
+        self.__name__ = plan.name
+        self.__doc__ = plan.fn.__doc__
+
+    @property
+    def name(self) -> str:
+        """Its name in the journal."""
+        return self.plan.name
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """The plain function: nothing is recorded."""
+        result: R_co = self.plan.fn(*args, **kwargs)
+        return result
+
+    def using(self, *, name: str = ABSENT, retry: Retry = ABSENT, timeout: Duration | None = ABSENT) -> Step[P, R_co]:
+        """The same step under another name, policy or time limit. `timeout=None`: no limit."""
+        return Step(_replan(self.plan, name, retry, timeout))
+
+    def __repr__(self) -> str:
+        return f"<durable step {self.name}>"
+
+
+def _replan(plan: StepPlan, name: str, retry: Retry, timeout: Duration | None) -> StepPlan:
+    return dataclasses.replace(
+        plan,
+        name=plan.name if name is ABSENT else checked_name(name, "step"),
+        retry=plan.retry if retry is ABSENT else _retry(retry),
+        timeout=plan.timeout if timeout is ABSENT else None if timeout is None else _positive(timeout, "timeout"),
+    )
+
+
+class _StepDecorator(Protocol):
+    def __call__(self, fn: Callable[P, R], /) -> Step[P, R]: ...
+
+
+@overload
+def step(fn: Callable[P, R], /) -> Step[P, R]: ...
+@overload
+def step(*, name: str = ..., retry: Retry = ..., timeout: Duration | None = ...) -> _StepDecorator: ...
+def step(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str = ABSENT,
+    retry: Retry = ABSENT,
+    timeout: Duration | None = ABSENT,
+) -> Any:
+    """Declare how a function is tried when it is a step. Any function is a step without this: one attempt, no time limit."""
+    if fn is None:
+        return lambda declared: step_of(declared, name, retry, timeout)
+    return step_of(fn, name, retry, timeout)
+
+
+def step_of(fn: Callable[..., Any], name: str, retry: Retry, timeout: Duration | None) -> Step[Any, Any]:
+    """The step of a callable. Raises RegistrationError."""
+    if isinstance(fn, (Step, Function)):
+        raise RegistrationError(f"{fn.name!r} is declared already", hint="use .using(...) for another policy")
+    return Step(_replan(StepPlan.of(fn, name=None if name is ABSENT else name), ABSENT, retry, timeout))
+
+
+# -- functions ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Declaration:
+    """What `@durable.function(...)` says of a function."""
+
+    name: str
+    version: str | None
+    queue: str
+    retry: Retry
+    timeout: Micros | None
+    priority: int
+    max_concurrency: int | None
+    cron: Cron | None
+    keep: Micros | None
+
+
+class Function(Generic[P, R_co]):
+    """A durable function. Started by `client.start(f, ...)` or `client.run(f, ...)`, never called."""
+
+    __durable_function__: ClassVar[bool] = True
+
+    def __init__(self, fn: Callable[..., Any], declared: Declaration, options: Options | None = None) -> None:
+        self.fn = fn
+        self.declared = declared
+        self.options = options or Options()
+        self.signature = Signature.of(fn, skip_first=True)
+        self.blocking = not inspect.iscoroutinefunction(fn)
+        self.__wrapped__ = fn
+        self.__name__ = declared.name
+        self.__doc__ = fn.__doc__
+        self.__module__ = fn.__module__
+
+    @property
+    def name(self) -> str:
+        """The name by which runs find it."""
+        return self.declared.name
+
+    @property
+    def version(self) -> str | None:
+        """Runs of a version are taken only by workers that have it (7)."""
+        return self.declared.version
+
+    @property
+    def queue(self) -> str:
+        """Where its runs wait."""
+        return self.declared.queue
+
+    @property
+    def retry(self) -> Retry:
+        """The policy of its runs (2)."""
+        return self.declared.retry
+
+    @property
+    def timeout(self) -> Micros | None:
+        """The cap of one execution (12)."""
+        return self.declared.timeout
+
+    @property
+    def cron(self) -> Cron | None:
+        """Its own schedule."""
+        return self.declared.cron
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 digits of the source. A change alone is a warning, never a gate (25)."""
+        return source_fingerprint(self.fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a plain call would record nothing."""
+        raise Misuse(
+            f"{self.name} is a durable function: called directly it would run without a journal",
+            hint=f"start it with: await client.run({self.name}, ...), or client.start(...) without waiting for the result."
+            f" In a test of the plain body: {self.name}.fn(ctx, ...)",
+        )
+
+    def using(
+        self,
+        *,
+        idempotency_key: str = ABSENT,
+        coalesce_key: str = ABSENT,
+        on_coalesce: Literal["join", "replace"] = ABSENT,
+        max_delay: Duration = ABSENT,
+        sequence_key: str = ABSENT,
+        concurrency_key: str = ABSENT,
+        queue: str = ABSENT,
+        priority: int = ABSENT,
+        delay: Duration = ABSENT,
+        at: datetime = ABSENT,
+        deadline: datetime | Duration = ABSENT,
+        retry: Retry = ABSENT,
+        timeout: Duration | None = ABSENT,
+        keep: Duration = ABSENT,
+        cron: Cron | str = ABSENT,
+        tags: Mapping[str, str] = ABSENT,
+        detached: bool = ABSENT,
+    ) -> Function[P, R_co]:
+        """The same function with other options for its next starts. Checked at once: RegistrationError, ConfigurationError."""
+        given = {
+            "idempotency_key": idempotency_key,
+            "coalesce_key": coalesce_key,
+            "on_coalesce": on_coalesce,
+            "max_delay": max_delay,
+            "sequence_key": sequence_key,
+            "concurrency_key": concurrency_key,
+            "queue": queue,
+            "priority": priority,
+            "delay": delay,
+            "at": at,
+            "deadline": deadline,
+            "retry": retry,
+            "timeout": timeout,
+            "keep": keep,
+            "cron": cron,
+            "tags": tags,
+            "detached": detached,
+        }
+        return Function(self.fn, self.declared, _checked(given, self.options))
+
+    # -- for the engine (replay.Program) ----------------------------------------------------------------------------------
+
+    def encode_arguments(self, codec: Codec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Json:
+        """The input of a run. Raises TypeError, SerializationError, PayloadTooLarge."""
+        return self.signature.encode_arguments(codec, args, kwargs)
+
+    def open(self, host: Any, payload: Json, codec: Codec) -> Callable[[], Any]:
+        """Bind the body to a context on `host`. Raises SerializationError for an input that it can not read."""
+        args, kwargs = self.signature.decode_arguments(codec, payload)
+        context = SyncContext(host, self.name) if self.blocking else Context(host, self.name)
+        return lambda: self.fn(context, *args, **kwargs)
+
+    def encode_result(self, value: Any, codec: Codec) -> Json:
+        """The output, by the return annotation. Raises SerializationError."""
+        return codec.encode(value, self.signature.returns)
+
+    def decode_result(self, output: Json, codec: Codec) -> Any:
+        """The result of a run. Raises SerializationError."""
+        return codec.decode(output, self.signature.returns)
+
+    def __repr__(self) -> str:
+        return f"<durable function {self.name}>"
+
+
+def source_fingerprint(fn: Callable[..., Any]) -> str:
+    """16 digits of the source text, comments and blank lines left out; of the byte code where there is no source."""
+    try:
+        lines = inspect.getsource(fn).splitlines()
+        text = "\n".join(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
+        material = re.sub(r"[ \t]+", " ", text).encode()
+    except (OSError, TypeError):
+        code = getattr(inspect.unwrap(fn), "__code__", None)
+        material = code.co_code if code is not None else repr(type(fn)).encode()
+    return hashlib.blake2b(material, digest_size=8).hexdigest()
+
+
+class Registry:
+    """Functions by name: what a worker knows. `@durable.function` puts a function into the default one."""
+
+    def __init__(self, name: str = "default") -> None:
+        self.name = name
+        self._functions: dict[tuple[str, str | None], Function[..., Any]] = {}
+
+    def add(self, fn: Function[..., Any]) -> None:
+        """Raises RegistrationError for another function of that name and version. The same one again (a module that is
+        loaded twice) takes the place of the one before."""
+        key = (fn.name, fn.version)
+        there = self._functions.get(key)
+        if there is not None and _home(there) != _home(fn):
+            raise RegistrationError(
+                f"there are two durable functions of the name {fn.name!r}: {_home(there)} and {_home(fn)}",
+                hint="give one another name: @durable.function(name=...); the name is how stored runs find their code",
+            )
+        self._functions[key] = fn
+
+    def get(self, name: str, version: str | None = None) -> Function[..., Any] | None:
+        """The function for a run: that version, or the one without; for a run without a version any of that name."""
+        exact = self._functions.get((name, version)) or self._functions.get((name, None))
+        if exact is not None or version is not None:
+            return exact
+        return next((fn for (known, _), fn in self._functions.items() if known == name), None)
+
+    def __iter__(self) -> Iterator[Function[..., Any]]:
+        return iter(list(self._functions.values()))
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def __repr__(self) -> str:
+        return f"<durable registry {self.name}: {', '.join(sorted(name for name, _ in self._functions)) or 'empty'}>"
+
+
+def _home(fn: Function[..., Any]) -> str:
+    return f"{fn.fn.__module__}.{fn.fn.__qualname__}"
+
+
+default_registry = Registry()
+"""Where `@durable.function` puts functions, unless it is given another."""
+
+
+class _FunctionDecorator(Protocol):
+    @overload
+    def __call__(self, fn: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Function[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[SyncContext, P], R], /) -> Function[P, R]: ...
+
+
+@overload
+def function(fn: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Function[P, R]: ...
+@overload
+def function(fn: Callable[Concatenate[SyncContext, P], R], /) -> Function[P, R]: ...
+@overload
+def function(
+    *,
+    name: str = ...,
+    version: str = ...,
+    queue: str = ...,
+    retry: Retry = ...,
+    timeout: Duration | None = ...,
+    priority: int = ...,
+    max_concurrency: int | None = ...,
+    cron: Cron | str | None = ...,
+    keep: Duration | None = ...,
+    registry: Registry = ...,
+) -> _FunctionDecorator: ...
+def function(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    version: str | None = None,
+    queue: str = "default",
+    retry: Retry = Retry.NEVER,
+    timeout: Duration | None = None,
+    priority: int = 0,
+    max_concurrency: int | None = None,
+    cron: Cron | str | None = None,
+    keep: Duration | None = None,
+    registry: Registry = default_registry,
+) -> Any:
+    """Declare a durable function: its body replays, its steps are recorded.
+
+    `async def` with a `Context`, or `def` with a `SyncContext`, as the first parameter. `timeout` caps one execution (12), `retry`
+    counts executions that fail, `keep` says how long a landed run is kept. Raises RegistrationError, ConfigurationError.
+    """
+
+    def declare(body: Callable[..., Any]) -> Function[Any, Any]:
+        if isinstance(body, (Function, Step)):
+            raise RegistrationError(f"{body.name!r} is declared already", hint="decorate the plain function, once")
+        if not inspect.isfunction(body):
+            raise RegistrationError(f"{body!r} is not a function that `async def` or `def` made")
+        if inspect.isasyncgenfunction(body) or inspect.isgeneratorfunction(body):
+            raise RegistrationError(f"{body.__qualname__} yields: a durable function returns once", hint="return a list")
+        _check_count(max_concurrency)
+        declared = Declaration(
+            name=checked_name(body.__name__ if name is None else name, "durable function"),
+            version=None if version is None else _text(version, "version", 255),
+            queue=checked_name(queue, "queue"),
+            retry=_retry(retry),
+            timeout=None if timeout is None else _positive(timeout, "timeout"),
+            priority=_priority(priority),
+            max_concurrency=max_concurrency,
+            cron=None if cron is None else _cron(cron),
+            keep=None if keep is None else micros(keep, what="keep"),
+        )
+        made: Function[Any, Any] = Function(body, declared)
+        registry.add(made)
+        return made
+
+    return declare if fn is None else declare(fn)
+
+
+def _check_count(value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise RegistrationError(f"max_concurrency is a whole number from 1, or None, not {value!r}")
