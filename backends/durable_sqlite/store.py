@@ -180,7 +180,10 @@ class Store:
 
     async def purge(self, *, scope: Scope, limit: int, older_than: Micros | None = None) -> int:
         """See `upkeep.purge`."""
-        return await self._write(lambda con, now: upkeep.purge(con, now, scope, limit, older_than))
+        slots, workers = self.settings.slot_keep, self.settings.worker_keep
+        return await self._write(
+            lambda con, now: upkeep.purge(con, now, scope, limit, older_than, slot_keep=slots, worker_keep=workers)
+        )
 
     async def stats(self, *, scope: Scope) -> Sequence[m.QueueStats]:
         """See `views.stats`."""
@@ -208,7 +211,7 @@ class Store:
 
     async def explain(self, run_id: str, *, scope: Scope) -> m.Explanation:
         """See `views.explain`."""
-        return await self._read(lambda con, now: views.explain(con, now, run_id, scope))
+        return await self._read(lambda con, now: views.explain(con, now, run_id, scope, self.settings.lease))
 
     async def audit(self, *, scope: Scope) -> Sequence[m.Finding]:
         """See `audit.audit`."""
