@@ -20,7 +20,7 @@ from .context import SignalKind
 from .errors import ConfigurationError, Conflict, Misuse, NotFound
 from .events import Events
 from .faces import Queues, Schedules
-from .function import Function, find_function
+from .function import Function, checked_key, default_registry
 from .handle import Run
 from .instants import instant
 from .model import (
@@ -46,7 +46,7 @@ from .model import (
 from .opened import Opened
 from .protocol import Store
 from .settings import Duration, Settings, micros
-from .submission import checked_key, new_run
+from .submission import new_run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -263,7 +263,7 @@ class Client:
         query = _query(status, function, queue, schedule, since, until, tags)
         return await self._opened.repeated(lambda: self.store.count(query, scope=self._scope))
 
-    async def history(self, run_id: str, /) -> Sequence[StepRecord]:
+    async def journal(self, run_id: str, /) -> Sequence[StepRecord]:
         """The journal of a run, as it is stored. Raises NotFound."""
         return await self._opened.repeated(lambda: self.store.history(run_id, scope=self._scope))
 
@@ -284,7 +284,7 @@ class Client:
         return await self._opened.hub.changed(run_id, self._scope, before)
 
     def _handle(self, record: RunRecord, fn: Function[..., Any] | None) -> Run[Any]:
-        return Run(self._plain(), record, fn if fn is not None else find_function(record.name))
+        return Run(self._plain(), record, fn if fn is not None else default_registry.get(record.name, record.version))
 
     # -- asking things of runs ------------------------------------------------------------------------------------------------
 
@@ -383,6 +383,10 @@ class Client:
     async def migrate(self) -> SchemaStatus:
         """Bring the tables to the version of this code (semantics 69)."""
         return await self._opened.repeated(self.store.migrate)
+
+    async def schema_status(self) -> SchemaStatus:
+        """What tables are there and what this code wants, without changing anything."""
+        return await self._opened.repeated(self.store.schema_status)
 
     async def workers(self) -> Sequence[WorkerRecord]:
         """The live workers that serve this client's tenant."""

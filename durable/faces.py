@@ -14,12 +14,12 @@ from uuid import UUID
 
 from . import cron
 from .errors import ConfigurationError, NotFound, RegistrationError
-from .function import Function, find_function
+from .function import Function, checked_key, default_registry
 from .handle import Run
 from .instants import instant, moment
 from .model import ALL, Firing, Instant, NewRun, QueueRecord, QueueStats, Schedule, ScheduleSpec
 from .settings import Micros, micros
-from .submission import checked_key, encoded_input, scheduled_run
+from .submission import scheduled_run
 
 if TYPE_CHECKING:
     from .client import Client
@@ -40,7 +40,7 @@ class Schedules:
         work, SerializationError for arguments that can not be stored.
         """
         checked_key(id, "the id of a schedule")
-        declared = fn.cron
+        declared = fn.options.cron if fn.options.cron is not None else fn.cron
         if declared is None:
             raise RegistrationError(f"{fn.name} has no cron", hint=f'{fn.name}.using(cron="0 9 * * *")')
         store = self._client.store
@@ -49,8 +49,8 @@ class Schedules:
             name=fn.name,
             cron=declared.expression,
             tz=declared.tz,
-            input=encoded_input(fn, args, kwargs, self._client.codec),
-            queue=fn.queue,
+            input=fn.encode_arguments(self._client.codec, args, kwargs),
+            queue=fn.options.queue if fn.options.queue is not None else fn.queue,
             overlap=declared.overlap,
             catch_up=declared.catch_up,
             jitter=declared.jitter,
@@ -146,7 +146,7 @@ class Schedules:
 
     @staticmethod
     def _function(found: Schedule) -> Function[..., Any]:
-        function = find_function(found.name)
+        function = default_registry.get(found.name)
         if function is None:
             raise RegistrationError(
                 f"this process has no function {found.name!r}", hint="import the module that declares it"

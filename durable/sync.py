@@ -215,9 +215,9 @@ class SyncClient:
         """See `Client.count`."""
         return self._call(self._client.count, status=status, function=function)
 
-    def history(self, run_id: str, /) -> Sequence[StepRecord]:
-        """See `Client.history`."""
-        return self._call(self._client.history, run_id)
+    def journal(self, run_id: str, /) -> Sequence[StepRecord]:
+        """See `Client.journal`."""
+        return self._call(self._client.journal, run_id)
 
     def explain(self, run_id: str, /) -> Explanation:
         """See `Client.explain`."""

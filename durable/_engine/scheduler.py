@@ -6,8 +6,10 @@ A chore of every worker; the slot rows and the compare-and-set of the store make
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any, Literal, cast
 from uuid import UUID
 
@@ -18,7 +20,7 @@ from ..errors import RegistrationError
 from ..events import Events, ScheduleFired, ScheduleParked, ScheduleUnserved
 from ..function import Function
 from ..instants import instant, moment
-from ..model import ALL, Firing, Instant, NewRun, Schedule, ScheduleSpec, Scope
+from ..model import ALL, Firing, Instant, QueueRecord, Schedule, ScheduleSpec, Scope
 from ..protocol import Store
 from ..settings import MINUTE, Micros, Settings
 from ..submission import scheduled_run
@@ -48,13 +50,40 @@ class Scheduling:
         self._unserved: set[str] = set()
 
     async def declare(self) -> None:
-        """Register what the code declares with `cron=` (56), under the tenant of the worker, or untagged."""
+        """Register what the code declares: `cron=` under the worker's tenant, or untagged (56), `max_concurrency=` for all."""
         scope = self._scope if isinstance(self._scope, UUID) else None
         now = moment(self._store.clock())
+        limits = {row.scope_name: row for row in await self._store.queues(scope=None)}
         for function in self._functions.values():
-            declared = function.cron
-            if declared is not None:
-                await self._store.put_schedule(code_schedule(function, declared, self._codec, now_after(declared, now)), scope=scope)
+            declared = function.declared
+            if declared.cron is not None:
+                await self._store.put_schedule(self._spec(function, declared.cron, now), scope=scope)
+            wanted = f"function:{declared.name}"
+            row = limits.get(wanted, QueueRecord(scope_name=wanted))
+            if row.max_concurrency != declared.max_concurrency:
+                await self._store.set_queue(dataclasses.replace(row, max_concurrency=declared.max_concurrency))
+
+    def _spec(self, function: Function[..., Any], declared: cron.Cron, now: datetime) -> ScheduleSpec:
+        try:
+            payload = function.encode_arguments(self._codec, (), {})
+        except TypeError as error:
+            raise RegistrationError(
+                f"{function.name} is declared with cron= and takes arguments: {error}",
+                hint="give them defaults, or register it with client.schedules.put(id, fn.using(cron=...), ...)",
+            ) from None
+        return ScheduleSpec(
+            schedule_id=function.name,
+            name=function.name,
+            cron=declared.expression,
+            tz=declared.tz,
+            input=payload,
+            queue=function.queue,
+            overlap=declared.overlap,
+            catch_up=declared.catch_up,
+            jitter=declared.jitter,
+            next_fire_at=instant(declared.next_after(now)),
+            from_code=True,
+        )
 
     async def fire(self) -> Micros:
         """Fire what is due. Returns how long to rest."""

@@ -26,7 +26,7 @@ from ..clock import boottime, jittered
 from ..codec import Codec
 from ..errors import ConfigurationError, StoreUnavailable
 from ..events import ClaimFailed, EngineFault, Events, RunClaimed, WorkerDraining, WorkerStarted, WorkerStopped
-from ..function import Function, Registry
+from ..function import Function, Registry, default_registry
 from ..model import ALL, Claimed, ClaimRequest, Inbox, Instant, Lease, Scope, WorkerRecord
 from ..portal import Portal
 from ..protocol import Store
@@ -156,7 +156,9 @@ class Worker:
         self._started = True
         self.settings, self.codec, self.events = home.settings, home.codec, home.events
         self.lease = self._lease if self._lease is not None else self.settings.lease
-        self._functions = {function.name: function for function in self._given()}
+        self._registry = Registry(f"worker {self.worker_id}")
+        for function in default_registry if self._given_functions is None else self._given_functions:
+            self._registry.add(function)
         loop = asyncio.get_running_loop()
         self._asked, self._hurry, self._wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._crashed: asyncio.Future[None] = loop.create_future()
@@ -174,7 +176,12 @@ class Worker:
         self.inboxes: Lane[Lease, Inbox | None] = Lane("inbox", store.inbox, events=self.events, ordered=False)
         self.leases = Leases(store, lease=self.lease, events=self.events, register=self._register)
         scheduling = Scheduling(
-            store, scope=home.serves, events=self.events, settings=self.settings, functions=self._functions.values()
+            store,
+            scope=home.serves,
+            events=self.events,
+            settings=self.settings,
+            codec=self.codec,
+            functions=self._registry,
         )
         self._chores = Chores(
             store,
@@ -208,7 +215,7 @@ class Worker:
             WorkerStarted(
                 worker_id=self.worker_id,
                 queues=tuple(self._queue_limits),
-                functions=tuple(sorted(self._functions)),
+                functions=tuple(sorted({function.name for function in self._registry})),
             )
         )
 
@@ -386,7 +393,7 @@ class Worker:
 
     def _begin(self, claimed: Claimed, sent: Instant) -> None:
         run = claimed.run
-        function = self._function_for(run.name, run.version)
+        function = self._registry.get(run.name, run.version)
         assert function is not None, f"the store handed out {run.name} {run.version}, which was not asked for"
         hold = Hold(claimed.lease, sent=sent, length=self.lease, wake_seq=run.wake_seq)
         self.leases.add(hold)
@@ -492,15 +499,10 @@ class Worker:
             host=socket.gethostname(),
             pid=os.getpid(),
             queues={name: limit if own is None else own for name, own in self._queue_limits.items()},
-            functions=tuple((function.name, function.version) for function in self._functions.values()),
+            functions=tuple((function.name, function.version) for function in self._registry),
             family=REPLAY_FAMILY,
             settings=json.dumps({"lease": self.lease, "concurrency": limit}),
         )
-
-    def _function_for(self, name: str, version: str | None) -> Function[..., Any] | None:
-        """A run without a version is taken for its name alone (7)."""
-        function = self._functions.get(name)
-        return function if function is not None and version in (None, function.version) else None
 
 
 def _queue_limits(queues: Sequence[str] | Mapping[str, int]) -> dict[str, int | None]:

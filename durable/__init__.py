@@ -1,0 +1,89 @@
+"""Durable functions in plain Python: killed at any line, they resume where they stood.
+
+These are the public names, and nothing else is: what a module below has beside them may change without notice.
+"""
+
+from __future__ import annotations
+
+from . import cron
+from ._engine.worker import Worker
+from .client import Client
+from .codec import error
+from .context import Context, SyncContext
+from .cron import Cron
+from .errors import (
+    ConfigurationError,
+    Conflict,
+    DurableError,
+    LeaseLost,
+    Misuse,
+    NonDeterminismError,
+    NotFound,
+    PayloadTooLarge,
+    RegistrationError,
+    RunCancelled,
+    RunFailed,
+    RunForwardIncomplete,
+    RunTimeout,
+    SchemaMismatch,
+    SerializationError,
+    SignalTimeout,
+    SpinningError,
+    StepFailed,
+    StepTimeout,
+    StoreError,
+    StoreUnavailable,
+    StuckError,
+    WorkerStopped,
+)
+from .function import Function, Registry, Step, function, step
+from .handle import Progress, Run
+from .model import Status, tenant_id
+from .retry import Retry
+from .sync import SyncClient, SyncRun, run
+
+__all__ = [
+    "Client",
+    "ConfigurationError",
+    "Conflict",
+    "Context",
+    "Cron",
+    "DurableError",
+    "Function",
+    "LeaseLost",
+    "Misuse",
+    "NonDeterminismError",
+    "NotFound",
+    "PayloadTooLarge",
+    "Progress",
+    "RegistrationError",
+    "Registry",
+    "Retry",
+    "Run",
+    "RunCancelled",
+    "RunFailed",
+    "RunForwardIncomplete",
+    "RunTimeout",
+    "SchemaMismatch",
+    "SerializationError",
+    "SignalTimeout",
+    "SpinningError",
+    "Status",
+    "Step",
+    "StepFailed",
+    "StepTimeout",
+    "StoreError",
+    "StoreUnavailable",
+    "StuckError",
+    "SyncClient",
+    "SyncContext",
+    "SyncRun",
+    "Worker",
+    "WorkerStopped",
+    "cron",
+    "error",
+    "function",
+    "run",
+    "step",
+    "tenant_id",
+]
