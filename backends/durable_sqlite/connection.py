@@ -376,7 +376,7 @@ class Core:
             con.settings = item.settings
             try:
                 value = item.operation(con, now)
-            except Exception as error:  # noqa: BLE001 - the one operation gets it, mapped
+            except Exception as error:
                 if not con.in_transaction:
                     raise  # SQLite rolled the whole transaction back (disk full): the whole batch failed
                 con.execute("ROLLBACK" if alone else "ROLLBACK TO item")

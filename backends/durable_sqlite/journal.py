@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, Final
 
-from durable.errors import NotFound
+from durable.errors import Conflict, NotFound
 from durable.model import Appended, Instant, Lease, NewRecord, RecordKind, Scope, StepRecord
 
 from . import enqueue
@@ -40,6 +40,16 @@ HISTORY: Final = f"SELECT {STEP_COLUMNS} FROM durable_step WHERE run_id = ? ORDE
 
 def append(con: sqlite3.Connection, now: Instant, records: Sequence[tuple[Lease, NewRecord]]) -> list[Appended]:
     """One answer per record, in order. All in one statement; one by one only where somebody's fence is gone or record there."""
+    try:
+        return _append(con, now, records)
+    except sqlite3.IntegrityError as error:
+        raise Conflict(
+            f"a record can not be stored: {error}",
+            hint="a position has one record; append the records one by one to find the bad one",
+        ) from error
+
+
+def _append(con: sqlite3.Connection, now: Instant, records: Sequence[tuple[Lease, NewRecord]]) -> list[Appended]:
     rows = [_row(now, lease, record) for lease, record in records]
     con.execute("SAVEPOINT append")
     if con.executemany(INSERT, rows).rowcount == len(rows):

@@ -136,7 +136,7 @@ def _states(con: sqlite3.Connection, run_ids: Sequence[str]) -> dict[str, _Row]:
 
 
 def _held(row: _Row, lease: Lease) -> bool:
-    return row[1] == "running" and row[2] == lease.attempts and row[3] == lease.mark
+    return bool(row[1] == "running" and row[2] == lease.attempts and row[3] == lease.mark)
 
 
 def _state_after(outcome: Outcome) -> Status:
@@ -145,7 +145,7 @@ def _state_after(outcome: Outcome) -> Status:
 
 def _recognised(row: _Row, lease: Lease, outcome: Outcome) -> bool:
     """A repeated settle whose first answer was lost: the same fence and mark, already in that state (6)."""
-    return row[2] == lease.attempts and row[3] == lease.mark and row[1] == _state_after(outcome)
+    return bool(row[2] == lease.attempts and row[3] == lease.mark and row[1] == _state_after(outcome))
 
 
 def _left(row: _Row, outcome: Outcome) -> _Row:

@@ -142,7 +142,8 @@ async def _in_turn(
             raise cancelled
         record = await _called(side, work, timeout)
     except BaseException as error:
-        await _on_lane(database, side, lambda con, now: _undo(side, con, isinstance(error, (TimeoutError, asyncio.CancelledError))))
+        abandoned = isinstance(error, (TimeoutError, asyncio.CancelledError))
+        await _on_lane(database, side, lambda con, now: _undo(side, con, abandoned))
         raise
     answered, cancelled = await _on_lane(database, side, lambda con, now: _commit(side.core, con, now, lease, record))
     if cancelled is not None:
@@ -162,7 +163,7 @@ async def _on_lane(
             await asyncio.shield(future)
         except asyncio.CancelledError as error:
             cancelled = error
-        except Exception:  # noqa: BLE001, S110 - it is the future's, and is raised from it below
+        except Exception:  # noqa: BLE001 - it is the future's, and is raised from it below
             pass
     return future.result(), cancelled
 
@@ -227,8 +228,9 @@ async def _called(side: Side, work: Callable[[Any], Awaitable[NewRecord]], timeo
     alarm.daemon = True
     alarm.start()
     token = in_transaction.set(side.core)
+    limit = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with limit:
             return await work(side.con)
     except TimeoutError as error:
         if limit.expired():

@@ -115,6 +115,9 @@ CREATE TABLE durable_step (
 -- Which signals are taken: an inbox must not read a long journal for that.
 CREATE INDEX durable_step_signal ON durable_step (run_id, signal_seq) WHERE signal_seq IS NOT NULL;
 
+-- Two records of one position would replay in an order that nobody wrote down.
+CREATE UNIQUE INDEX durable_step_position ON durable_step (run_id, position) WHERE position IS NOT NULL;
+
 CREATE TABLE durable_signal (
     run_id      TEXT    NOT NULL,
     name        TEXT    NOT NULL,
