@@ -25,6 +25,7 @@ from durable.model import (
     NewRun,
     NewSignal,
     Outcome,
+    Promoted,
     RecordKind,
     RunQuery,
     RunRecord,
@@ -34,11 +35,12 @@ from durable.model import (
     StepRecord,
     Submitted,
     Suspended,
+    Swept,
     new_run_id,
     tenant_id,
 )
 from durable.protocol import Store
-from durable.settings import MINUTE, SECOND, Micros
+from durable.settings import SECOND, Micros
 
 from .harness import Harness
 
@@ -146,15 +148,26 @@ class Scene:
         assert [one.run.run_id for one in claimed] == [run_id], f"wanted {run}, the claim gave {claimed}"
         return claimed[0]
 
+    async def take_exactly(self, run_id: str) -> Claimed:
+        """Claim this run though others of its queue may be in front of it: those are handed back."""
+        run = await self.get(run_id)
+        claimed = await self.claim(100, queues={run.queue: 100}, functions=[(run.name, run.version)])
+        found = [one for one in claimed if one.run.run_id == run_id]
+        for one in claimed:
+            if one.run.run_id != run_id:
+                await self.hand_back(one)
+        assert len(found) == 1, f"wanted {run}, the claim gave {claimed}"
+        return found[0]
+
     async def lapse(self) -> None:
         """Let every lease lapse."""
         await self.later(LEASE + SECOND)
 
-    async def sweep(self, *, max_reclaims: int = 5, scope: Scope = ALL, limit: int = 100) -> Any:
+    async def sweep(self, *, max_reclaims: int = 5, scope: Scope = ALL, limit: int = 100) -> Swept:
         """One sweep."""
         return await self.store.sweep(scope=scope, limit=limit, max_reclaims=max_reclaims)
 
-    async def promote(self, *, scope: Scope = ALL, limit: int = 100) -> Any:
+    async def promote(self, *, scope: Scope = ALL, limit: int = 100) -> Promoted:
         """One promotion."""
         return await self.store.promote(scope=scope, limit=limit)
 
@@ -298,7 +311,3 @@ class Family:
 
     parent: Claimed
     children: Sequence[str]
-
-
-WHILE: Micros = MINUTE
-"""A time in which a lease lapses and a short delay comes due."""
