@@ -179,7 +179,9 @@ class Client:
         runs = [new_run(fn, (item,), {}, codec=self.codec, tenant=tenant) for item in items]
         limit = self.settings.start_many_limit
         if len(runs) > limit:
-            raise ConfigurationError(f"{len(runs):,} items are more than start_many_limit, {limit:,}", hint="submit them in parts")
+            raise ConfigurationError(
+                f"{len(runs):,} items are more than start_many_limit, {limit:,}", hint="submit them in parts"
+            )
         if not runs:
             return []
         answers = await self._opened.repeated(lambda: self.store.enqueue(runs, tx=self._conn))

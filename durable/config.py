@@ -121,7 +121,8 @@ def backend_for(url: str) -> Backend:
         hint = (
             f"pip install 'durable-sdk[{extra}]'"
             if extra is not None
-            else "installed: " + (", ".join(sorted(found)) or "none; install the package itself: pip install durable-sdk")
+            else "installed: "
+            + (", ".join(sorted(found)) or "none; install the package itself: pip install durable-sdk")
         )
         raise ConfigurationError(f"there is no backend for {scheme!r} URLs ({redacted(url)})", hint=hint)
     try:
@@ -174,7 +175,9 @@ def _checked(written: object, place: str) -> tuple[Mapping[str, Any], str]:
         raise ConfigurationError(f"{place} is not a table")
     unknown = sorted(set(written) - _FILE_KEYS)
     if unknown:
-        raise ConfigurationError(f"{place}: unknown {', '.join(unknown)}", hint="known: " + ", ".join(sorted(_FILE_KEYS)))
+        raise ConfigurationError(
+            f"{place}: unknown {', '.join(unknown)}", hint="known: " + ", ".join(sorted(_FILE_KEYS))
+        )
     return written, place
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 from uuid import UUID
 
 from . import cron
@@ -161,7 +161,9 @@ def _between(found: Schedule, start: Instant, end: Instant, limit: int) -> list[
         if slot > end:
             return slots
         if len(slots) == limit:
-            raise ConfigurationError(f"backfill: more than {limit:,} instants", hint="take a shorter time, several times")
+            raise ConfigurationError(
+                f"backfill: more than {limit:,} instants", hint="take a shorter time, several times"
+            )
         slots.append(slot)
     return slots
 
@@ -191,7 +193,9 @@ class Queues:
         ):
             raise ConfigurationError(f"max_concurrency: {max_concurrency!r} is not a positive whole number")
         count, period = _rate(rate)
-        await self._change(name, max_concurrency=max_concurrency, rate_count=count, rate_period=period, rate_burst=count)
+        await self._change(
+            name, max_concurrency=max_concurrency, rate_count=count, rate_period=period, rate_burst=count
+        )
         await self._client.wake(name)
 
     async def all(self) -> Sequence[QueueRecord]:
@@ -222,7 +226,9 @@ def _rate(rate: str | None) -> tuple[int | None, Micros | None]:
         return None, None
     count, slash, period = rate.partition("/")
     if not slash or not count.strip().isdigit() or int(count) < 1:
-        raise ConfigurationError(f"rate: {rate!r} can not be read", hint='a count and a time, such as "100/1m" or "5/s"')
+        raise ConfigurationError(
+            f"rate: {rate!r} can not be read", hint='a count and a time, such as "100/1m" or "5/s"'
+        )
     text = period.strip()
     length = micros(f"1{text}" if text.isalpha() else text, what="rate")
     if length == 0:

@@ -66,7 +66,8 @@ class Opened:
         if self._entered or self._store is None:
             return
         store, hub, submits = self._store, self._hub, self._submits
-        assert hub is not None and submits is not None
+        assert hub is not None
+        assert submits is not None
         self._store = self._hub = self._submits = None
         try:
             await submits.close()

@@ -33,7 +33,8 @@ def new_run(
     candidate: object = function
     if not isinstance(candidate, Function):
         raise RegistrationError(
-            f"{candidate!r} is not a durable function", hint="decorate it: @durable.function; then pass the function itself"
+            f"{candidate!r} is not a durable function",
+            hint="decorate it: @durable.function; then pass the function itself",
         )
     declared, options = function.declared, function.options
     retry = options.retry if options.retry is not None else declared.retry

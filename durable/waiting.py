@@ -84,7 +84,9 @@ class Hub:
                 self._changed.clear()
                 try:
                     topics = sorted({f"run:{wait.run_id}" for wait in self._waits})
-                    waiting = asyncio.ensure_future(self._store.wait(topics, jittered(self._poll, random=random.random())))
+                    waiting = asyncio.ensure_future(
+                        self._store.wait(topics, jittered(self._poll, random=random.random()))
+                    )
                     changed = asyncio.ensure_future(self._changed.wait())
                     await asyncio.sleep(0)  # the wait is registered before the look, so that nothing falls between
                     await self._look()
@@ -125,9 +127,8 @@ class Hub:
         for wait, record in zip(ready, records, strict=True):
             if record is None:
                 _fail(wait, NotFound(f"run {wait.run_id} does not exist (any more)"))
-            elif wait.before is not None or record.status.terminal:
-                if not wait.future.done():
-                    wait.future.set_result(record)
+            elif (wait.before is not None or record.status.terminal) and not wait.future.done():
+                wait.future.set_result(record)
 
 
 def pulse_of(record: RunRecord) -> Pulse:

@@ -51,7 +51,9 @@ class Chore:
                 rest = await self._work()
             except Exception as error:  # noqa: BLE001 -- a chore outlives everything; it is reported and shows in the health
                 self.failures += 1
-                self._events.emit(ChoreFailed(chore=self.name, error=f"{type(error).__name__}: {error}", in_a_row=self.failures))
+                self._events.emit(
+                    ChoreFailed(chore=self.name, error=f"{type(error).__name__}: {error}", in_a_row=self.failures)
+                )
                 rest = min(SECOND << min(self.failures, 5), 30 * SECOND)
                 self._nudge.clear()
             else:
@@ -117,7 +119,8 @@ class Chores:
         """Start the loops: promotion and sweep at once, what is heavy after a random while."""
         first = {self.purge: self._settings.purge_every, self.mend: self._lease // 4}
         self._tasks = [
-            asyncio.create_task(chore.run(first=first.get(chore, 0)), name=f"durable {chore.name}") for chore in self.all
+            asyncio.create_task(chore.run(first=first.get(chore, 0)), name=f"durable {chore.name}")
+            for chore in self.all
         ]
 
     async def stop(self) -> None:

@@ -176,7 +176,7 @@ class Lane(Generic[Item, Answer]):
             try:
                 answers = await self._send([entry.item for entry in batch])
                 if len(answers) != len(batch):
-                    raise RuntimeError(f"{len(batch)} entries, {len(answers)} answers")  # noqa: TRY301
+                    raise RuntimeError(f"{len(batch)} entries, {len(answers)} answers")
             except StoreUnavailable as error:
                 # It may or may not have been written: every write may be repeated, and recognises itself (semantics 6, 20, 42).
                 self._events.emit(FlushFailed(lane=self.name, entries=len(batch), error=str(error)))
@@ -193,9 +193,7 @@ class Lane(Generic[Item, Answer]):
                         entry.future.set_result(answer)
                 return
 
-    def _still_alive(
-        self, batch: list[_Entry[Item, Answer]], error: BaseException
-    ) -> list[_Entry[Item, Answer]]:
+    def _still_alive(self, batch: list[_Entry[Item, Answer]], error: BaseException) -> list[_Entry[Item, Answer]]:
         alive: list[_Entry[Item, Answer]] = []
         for entry in batch:
             if self._ordered and entry.key in self._failed:

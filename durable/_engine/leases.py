@@ -211,7 +211,9 @@ class Leases:
 
     def _give_up(self, hold: Hold, why: str) -> None:
         if hold.gone is None:
-            hold.gone = why  # at once and from this thread: no step starts any more, even if the worker's loop is blocked
+            hold.gone = (
+                why  # at once and from this thread: no step starts any more, even if the worker's loop is blocked
+            )
             self._tell(hold._tell_lost, why)
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:

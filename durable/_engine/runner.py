@@ -19,7 +19,6 @@ from ..errors import LeaseLost, StoreUnavailable
 from ..events import BodyAbandoned, CodeChanged, EngineFault, Events, LeaseLapsed, RunMismatched, RunRested, RunSettled
 from ..function import Function
 from ..model import (
-    Cancelled,
     Claimed,
     Completed,
     HandedBack,
@@ -34,7 +33,7 @@ from ..model import (
     Suspended,
 )
 from ..protocol import Store
-from ..replay import CancelledEnding, Ending, Interrupted, Mismatch, PutAside, Rest
+from ..replay import Ending, Interrupted, Mismatch, PutAside, Rest
 from ..settings import SECOND, Micros, Settings
 from .journal import Journal, Lane
 from .leases import Hold, Leases
@@ -118,7 +117,9 @@ class Running:
             self.hold.lose(error.message)
             self._report(None, "lost")
         except Exception as error:  # noqa: BLE001 -- a defect of ours must not take the worker with it
-            self.host.events.emit(EngineFault(where=f"run {self.hold.lease.run_id}", error=f"{type(error).__name__}: {error}"))
+            self.host.events.emit(
+                EngineFault(where=f"run {self.hold.lease.run_id}", error=f"{type(error).__name__}: {error}")
+            )
             await self._settle(HandedBack(after=growing_delay(self.claimed.run.attempts)))
         finally:
             self._disarm()
@@ -137,6 +138,7 @@ class Running:
                 self._report(None, "lost")
                 return
             ending = await self._execute(claimed, inbox)
+            self._give_slot()  # a body that is over needs none: the next claim goes beside this settle
             outcome = self._decide(ending, claimed)
             if outcome is None or self.hold.gone is not None:  # the first question of semantics 47
                 self._report(outcome, "lost")
@@ -308,7 +310,9 @@ class Running:
     async def transaction(self, work: Callable[[Any], Awaitable[NewRecord]], timeout: Micros) -> StepRecord:
         """Exactly once (26)."""
         async with self.host.transactions:
-            answer = await self.host.store.transaction(self.hold.lease, work, timeout=min(timeout, self.host.lease // 3))
+            answer = await self.host.store.transaction(
+                self.hold.lease, work, timeout=min(timeout, self.host.lease // 3)
+            )
         if answer.record is None:
             self.hold.lose("fenced out at a transaction")
             raise LeaseLost(f"run {self.hold.lease.run_id}: another worker holds it now; the transaction left nothing")

@@ -161,7 +161,12 @@ class Scheduling:
         known = {name for worker in await self._store.workers(scope=ALL) for name, _ in worker.functions}
         known.update(self._functions)
         for schedule in await self._store.schedules(scope=self._scope):
-            if schedule.from_code and schedule.enabled and schedule.parked_reason is None and schedule.name not in known:
+            if (
+                schedule.from_code
+                and schedule.enabled
+                and schedule.parked_reason is None
+                and schedule.name not in known
+            ):
                 reason = f"no live worker has a function {schedule.name!r}; it was declared in code with cron="
                 scope = schedule.tenant
                 if await self._store.park_schedule(schedule.schedule_id, scope=scope, reason=reason):

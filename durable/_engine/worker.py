@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import dataclasses
 import json
 import os
 import random
@@ -197,7 +196,11 @@ class Worker:
             look_after=scheduling.look_after,
         )
         self._listener = RunListener(
-            store, scope=home.serves, poll=self.settings.poll, events=self.events, held=lambda: list(self._held.values())
+            store,
+            scope=home.serves,
+            poll=self.settings.poll,
+            events=self.events,
+            held=lambda: list(self._held.values()),
         )
         await self._register()
         await scheduling.declare()
