@@ -54,21 +54,21 @@ def claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list[
     """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8)."""
     held = [run_record(row) for row in con.execute(HELD, (request.mark,))]
     if held:
-        return _with_history(con, held)
+        return _with_history(con, held, [run.run_id for run in held])  # it may have written since
     if request.limit < 1:
         return []
     routes = _routes(request)
     if request.alone:
         rows = _alone(con, now, request, routes)
         if rows:
-            return _with_history(con, _take(con, now, request, rows))
+            return _claimed(con, _take(con, now, request, rows))
     taken: list[tuple[Any, ...]] = []
     closed = _paused(con, request)
     for queue, most in request.queues.items():
         room = min(most, request.limit - len(taken))
         if room > 0 and queue not in closed:
             taken += _from_queue(con, now, request, queue, routes, room)
-    return _with_history(con, _take(con, now, request, taken))
+    return _claimed(con, _take(con, now, request, taken))
 
 
 def _routes(request: ClaimRequest) -> str:
@@ -170,9 +170,13 @@ def _take(con: sqlite3.Connection, now: Instant, request: ClaimRequest, rows: Se
     return runs
 
 
-def _with_history(con: sqlite3.Connection, runs: Sequence[RunRecord]) -> list[Claimed]:
-    """Leases and journals. A run that is claimed for the first time has no journal to read."""
-    replayed = [run.run_id for run in runs if run.attempts > 1]
+def _claimed(con: sqlite3.Connection, runs: Sequence[RunRecord]) -> list[Claimed]:
+    """A run that is claimed for the first time has no journal to read."""
+    return _with_history(con, runs, [run.run_id for run in runs if run.attempts > 1])
+
+
+def _with_history(con: sqlite3.Connection, runs: Sequence[RunRecord], replayed: Sequence[str]) -> list[Claimed]:
+    """Leases, with the journals of those that are replayed."""
     histories: dict[str, list[StepRecord]] = {}
     if replayed:
         for row in con.execute(HISTORIES, (json.dumps(replayed),)):
