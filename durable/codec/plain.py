@@ -210,7 +210,7 @@ def read(text: str, root: str = "$") -> Any:
     """The plain value of a JSON text. Raises SerializationError for anything that is none."""
     try:
         return from_json(text, allow_inf_nan=False)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # a TypeError for text with lone surrogates
         if "number out of range" in str(error):
             return read_long_integers(text, root)
         raise SerializationError(f"stored text that is not JSON: {error}", path=root) from None

@@ -17,10 +17,10 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any, Final, Never, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, RootModel, TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from typing_extensions import TypeAliasType
 
 from durable.errors import RegistrationError, SerializationError
@@ -167,7 +167,7 @@ def _build(annotation: Any) -> TypeAdapter[Any]:
         # The alias lets our config reach dataclasses and typed dicts, to which it can not be given directly.
         alias: Any = TypeAliasType("value", annotation)
         return TypeAdapter(alias, config=_CONFIG)
-    except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError) as error:
+    except Exception as error:  # the building of a schema runs code of the user's classes
         raise RegistrationError(
             f"{_name(annotation)} can not be stored: {_one_line(error)}",
             hint="use plain JSON, a dataclass, a pydantic model or a type that pydantic knows",
@@ -209,6 +209,10 @@ def _sort_sets(value: Any, dumped: Any) -> None:
             _sort_sets(getattr(value, name, None), piece)
 
 
+def _has_equality(kind: Any) -> bool:
+    return kind.__eq__ is not object.__eq__
+
+
 def _equal(before: Any, after: Any) -> bool:
     try:
         return bool(before == after)
@@ -217,7 +221,8 @@ def _equal(before: Any, after: Any) -> bool:
 
 
 def _compare(before: Any, after: Any, path: str) -> None:
-    """Refuse a value that came back as something of another type. Values of one type are the business of that type."""
+    """Refuse a value that came back as another one. A class without `==` of its own is only asked for its type; private
+    attributes of models are not part of the value."""
     kind = type(before)
     if kind is not type(after) and not (kind is tuple and type(after) is list):
         raise SerializationError(
@@ -239,10 +244,15 @@ def _compare(before: Any, after: Any, path: str) -> None:
             raise SerializationError("its items would come back as others", path=path)
     elif dataclasses.is_dataclass(before) or isinstance(before, BaseModel):
         fields = dataclasses.fields(before) if dataclasses.is_dataclass(before) else ()
-        names = [field.name for field in fields] or list(getattr(before, "__dict__", ()))
-        for name in names:
+        for name in [field.name for field in fields] or list(getattr(before, "__dict__", ())):
             if hasattr(before, name) and hasattr(after, name):
                 _compare(getattr(before, name), getattr(after, name), f"{path}.{name}")
+    elif isinstance(before, datetime) and before.utcoffset() is not None:
+        # In a repeated hour, datetimes of different zones are never equal, even if they are the same instant (PEP 495).
+        if after.utcoffset() is None or before.astimezone(UTC) != after.astimezone(UTC):
+            raise SerializationError(f"{before.isoformat()} would come back as {after.isoformat()}", path=path)
+    elif _has_equality(kind) and not _equal(before, after):
+        raise SerializationError(f"{_name(kind)} would come back as another value", path=path)
 
 
 def _aligned(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
