@@ -44,7 +44,7 @@ SELECT run_id, parent_step_id, status, output, error, error_kind, error_detail, 
 WHERE parent_run_id = ? AND status IN ('completed', 'failed', 'cancelled', 'timed_out', 'forward_incomplete')
 AND instr(parent_step_id, '@') = 0
 AND NOT EXISTS (SELECT 1 FROM durable_step AS s WHERE s.run_id = c.parent_run_id AND s.step_id = c.parent_step_id || ':end')
-ORDER BY finished_at, run_id
+ORDER BY finished_at, submitted
 """
 
 

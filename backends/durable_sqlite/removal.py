@@ -57,9 +57,7 @@ def take_out(
         for start in sorted(anew):
             _part(con, now, run_id, start, attempts)
             gone |= {start, f"{start}:end"}
-    gone |= {
-        step_id for step_id, kind, _, _ in rows if kind == RecordKind.ATTEMPT and step_id.rpartition("@")[0] in gone
-    }
+    gone = _with_attempts(rows, gone)
     if gone:
         con.execute(DELETE, (run_id, json.dumps(sorted(gone))))
     left = [row for row in rows if row[0] not in gone]
@@ -72,6 +70,14 @@ def _doomed(rows: Iterable[tuple[str, str, int | None, int]], positions: set[int
         return set()
     first = min(positions)
     return {step_id for step_id, _, position, seen in rows if position in positions or seen >= first}
+
+
+def _with_attempts(rows: Iterable[tuple[str, str, int | None, int]], gone: set[str]) -> set[str]:
+    """Attempt rows go and stay with the record of their step; those of a step that has none go by when they were made."""
+    recorded = {step_id for step_id, kind, _, _ in rows if kind != RecordKind.ATTEMPT}
+    attempts = {step_id: step_id.rpartition("@")[0] for step_id, kind, _, _ in rows if kind == RecordKind.ATTEMPT}
+    going = {attempt for attempt, step in attempts.items() if (step in gone if step in recorded else attempt in gone)}
+    return (gone - set(attempts)) | going
 
 
 def _child(con: sqlite3.Connection, run_id: str, start: str) -> tuple[str, bool] | None:

@@ -46,7 +46,7 @@ UPDATE durable_run SET status = 'pending', reclaims = ?, blocked_on = ?, leased_
     replay_family = CASE WHEN EXISTS (SELECT 1 FROM durable_step AS s WHERE s.run_id = durable_run.run_id) THEN replay_family END
 WHERE run_id = ?
 """
-UNMARK = "UPDATE durable_run SET reclaims = ?, lease_owner = NULL WHERE run_id = ?"
+COUNT_RECLAIM = "UPDATE durable_run SET reclaims = ? WHERE run_id = ?"
 WAIT_ALONE = """
 SELECT DISTINCT queue FROM durable_run WHERE status = 'pending' AND blocked_on = 'alone' AND (? OR tenant_id IS ?)
 """
@@ -137,7 +137,7 @@ def sweep(con: sqlite3.Connection, now: Instant, scope: Scope, limit: int, max_r
         newest = con.execute(NEWEST_FENCE, (run_id,)).fetchone()
         reclaims = 0 if newest is not None and newest[0] == attempts else before + 1
         if reclaims > max_reclaims and not compensating:
-            con.execute(UNMARK, (reclaims, run_id))
+            con.execute(COUNT_RECLAIM, (reclaims, run_id))
             text = f"its lease lapsed {reclaims} times in a row without a new record: it may be what kills its workers"
             failure = Failure(message=text, kind=ErrorKind.RECLAIM_LIMIT)
             poisoned.append(landing.Ending(run_id=run_id, status=Status.FAILED, failure=failure))
