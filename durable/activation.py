@@ -14,7 +14,7 @@ import contextvars
 import heapq
 import logging
 import time
-from typing import Any, Final
+from typing import Any
 
 from .bodyloop import BodyLoop
 from .calls import Pending, Waiter
@@ -54,7 +54,6 @@ CHUNK_NS = 10_000_000
 LONGEST_ALARM = 60.0
 SHORTEST_ALARM = 0.001
 """Seconds. The alarm is real time and the store's clock is not: it looks again at least every minute, at most every millisecond."""
-_EMPTY: Final = contextvars.Context()
 
 
 class Activation:
@@ -94,6 +93,7 @@ class Activation:
         self._dues: list[tuple[Instant, int, Waiter]] = []
         self._count = 0
         self._queued = False
+        self._apart = contextvars.Context()  # callbacks of the pump inherit nothing from whoever wakes it
         self._alarm: asyncio.TimerHandle | None = None
         self._has_slot = True
         self._going_on: asyncio.Task[None] | None = None
@@ -166,7 +166,7 @@ class Activation:
             self.body.closed = True
             self._begin_end(PutAside())
             # Not from here: this may be a task, and a body is drained from plain callbacks only.
-            self.outer.call_soon(self._tear_down, context=_EMPTY)
+            self.outer.call_soon(self._tear_down, context=self._apart)
 
     # -- the body's side (bodyloop.Host) --------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Activation:
         """Run the pump in the next turn of the worker's loop; at most one is queued."""
         if not (self._queued or self.over):
             self._queued = True
-            self.outer.call_soon(self._pump, context=_EMPTY)
+            self.outer.call_soon(self._pump, context=self._apart)
 
     def _pump(self) -> None:
         self._queued = False
@@ -277,7 +277,7 @@ class Activation:
 
     def _proceed(self) -> None:
         """At the end of what is durable: an event from outside, or new steps, or rest (pump steps 4 to 7)."""
-        event = self.outside.choose()
+        event = None if self.outside.committing else self.outside.choose()
         if event is not None and self.journal.settled:
             self.outside.commit(event)
         elif event is None and not self.outside.committing:

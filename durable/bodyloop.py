@@ -393,7 +393,7 @@ class BodyLoop(asyncio.AbstractEventLoop):
 
     def left_over(self) -> list[str]:
         """The branches that live although the body has ended."""
-        return [f"{task.scope.path}({task.get_coro()!r})" for task in self.tasks if not task.done()]
+        return [_named(task) for task in self.tasks if not task.done()]
 
     async def dead(self, rounds: int) -> None:
         """Nothing of it lives after `close_down`."""
@@ -423,7 +423,7 @@ class BodyLoop(asyncio.AbstractEventLoop):
             except (Exception, asyncio.CancelledError, GeneratorExit) as error:
                 self.host.unhandled({"message": "a branch that is dropped raised", "exception": error, "task": task})
         self.ready.clear()
-        return [f"{task.scope.path or 'body'} ({task.get_coro()!r})" for task in left]
+        return [_named(task) for task in left]
 
     def _unfinished(self) -> list[BranchTask]:
         main = () if self.main is None else (self.main,)
@@ -435,6 +435,10 @@ class BodyLoop(asyncio.AbstractEventLoop):
         except (SpinningError, SystemExit, KeyboardInterrupt) as error:  # it is over: say so and go on with the next round
             self.ready.clear()
             self.host.unhandled({"message": "the body did not end in good order", "exception": error})
+
+
+def _named(task: BranchTask) -> str:
+    return f"{getattr(task.get_coro(), '__qualname__', 'a branch')} (branch {task.scope.path or 'main'})"
 
 
 def _beyond_ensure_future(frame: FrameType) -> CodeType | None:

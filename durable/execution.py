@@ -16,7 +16,7 @@ from .calls import Pending
 from .codec import error_data, plain, value_envelope
 from .errors import WorkerStopped
 from .model import Instant, NewRecord, RecordKind
-from .settings import SECOND
+from .settings import SECOND, Micros
 from .threadbody import ThreadBody
 
 if TYPE_CHECKING:
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 LONGEST_DEATH = 10.0
 """Seconds that steps may take to die once their run is over."""
+
+
+async def pause(span: Micros) -> None:
+    """A short back-off, in memory. Simulations put their own in its place."""
+    await asyncio.sleep(span / SECOND)
 
 
 class Execution:
@@ -141,7 +146,7 @@ class Execution:
         assert plan is not None
         recorder = host.recorder
         if again:
-            await asyncio.sleep(max(0, again - recorder.clock()) / SECOND)
+            await pause(max(0, again - recorder.clock()))
         threads = host.body.run_here if isinstance(host.body, ThreadBody) else self._in_thread
         args, kwargs = steps.isolated(plan, call.args, call.kwargs, call.arguments, host.codec)
         while True:
@@ -169,7 +174,7 @@ class Execution:
                 call.retry_at = again
                 self.backing_off[call.step_id] = call
                 return False
-            await asyncio.sleep(wait / SECOND)
+            await pause(wait)
             args, kwargs = steps.isolated(plan, call.args, call.kwargs, call.arguments, host.codec)
 
     async def _record_attempt(self, call: Pending, tries: int, again: Instant, error: BaseException) -> None:

@@ -146,16 +146,21 @@ class Outside:
     # -- writing and reading --------------------------------------------------------------------------------------------------
 
     def commit(self, event: Event) -> None:
-        """Give the event its position and hand it to the recorder. Until it is delivered no other is chosen."""
+        """Hand the event to the recorder. Until it is delivered no other is chosen."""
         self.committing = True
-        self._spawn(self._write(event, self.host.journal.assign()))
+        self._spawn(self._write(event, self.host.journal.cursor))
 
-    async def _write(self, event: Event, position: int) -> None:
+    async def _write(self, event: Event, frontier: int) -> None:
         host = self.host
+        position = -1
         try:
-            host.journal.land(position, await host.recorder.append(self._record(event, position)))
+            if host.over or not host.journal.settled or host.journal.cursor != frontier:
+                return  # a step was recorded before this task began: it is delivered first, and the choice is made again
+            position = host.journal.assign()
+            record = await host.recorder.append(self._record(event, position))
             if event.signal is not None:
                 self._taken.add(event.signal.seq)
+            host.journal.land(position, record)
         except asyncio.CancelledError:
             host.interrupt(WorkerStopped("an event was cancelled with the worker while it was being written"))
             raise
