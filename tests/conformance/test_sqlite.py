@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from durable_sqlite import backend
 
 from durable.protocol import Store
 from durable.settings import SECOND, Settings
 from durable.testing.conformance import *  # noqa: F403
 from durable.testing.conformance.harness import CallerTransaction, Harness
+from durable_sqlite import backend
 
 
 class SqliteCaller:
@@ -38,11 +38,12 @@ class SqliteHarness:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "shared.db"
         self.now = 1_800_000_000 * SECOND
+        self.clock = lambda: self.now  # one object: stores of one file in one process share a writer, and so a clock
         self.stores: list[Store] = []
 
     async def open(self, *, shared: bool = False) -> Store:
         url = f"sqlite:///{self.path}" if shared else "sqlite:///:memory:"
-        store = await backend.open(url, settings=Settings(), clock=lambda: self.now)
+        store = await backend.open(url, settings=Settings(), clock=self.clock)
         self.stores.append(store)
         if shared:
             connection = self.connect()

@@ -10,12 +10,14 @@ It needs pytest and pytest-asyncio in auto mode. Every test is named by a rule o
 of `durable.protocol` has one. It knows the protocol and nothing of any backend.
 """
 
-# ruff: noqa: F403, E402 - the star imports are the point, and they come after pytest has been told to rewrite them
+from __future__ import annotations
 
-import pytest as _pytest
+import importlib
+from typing import Any
+
+import pytest
 
 MODULES = (
-    "fixtures",
     "test_cancel",
     "test_children",
     "test_claiming",
@@ -41,30 +43,23 @@ MODULES = (
     "test_transaction",
     "test_upkeep",
 )
-_pytest.register_assert_rewrite("durable.testing.conformance.scenario", *(f"{__name__}.{module}" for module in MODULES))
+"""The rooms of the suite, each for some sections of the contract."""
 
-from .fixtures import *
-from .test_cancel import *
-from .test_children import *
-from .test_claiming import *
-from .test_coalescing import *
-from .test_enqueue_idempotency import *
-from .test_fence import *
-from .test_flow_control import *
-from .test_fork import *
-from .test_graphs import *
-from .test_journal import *
-from .test_landing import *
-from .test_leases import *
-from .test_listing import *
-from .test_lost_answers import *
-from .test_mailbox import *
-from .test_payloads import *
-from .test_purge import *
-from .test_retry import *
-from .test_schedules import *
-from .test_settle import *
-from .test_suspension import *
-from .test_tenants import *
-from .test_transaction import *
-from .test_upkeep import *
+FIXTURES = ("store", "scene", "scenes", "shared_scene", "faulty")
+
+
+def collect() -> dict[str, Any]:
+    """All tests and fixtures by name. Two tests of one name would hide each other: refused."""
+    pytest.register_assert_rewrite(f"{__name__}.scenario", *(f"{__name__}.{module}" for module in MODULES))
+    fixtures = importlib.import_module(f"{__name__}.fixtures")
+    found: dict[str, Any] = {name: getattr(fixtures, name) for name in FIXTURES}
+    for module in MODULES:
+        for name, value in vars(importlib.import_module(f"{__name__}.{module}")).items():
+            if name.startswith("test_"):
+                if name in found:
+                    raise RuntimeError(f"two tests of the suite are called {name}; the second is in {module}")
+                found[name] = value
+    return found
+
+
+globals().update(collect())  # what `import *` in a backend's test file finds

@@ -66,7 +66,9 @@ async def test_the_first_stamp_wins(scene: Scene) -> None:
 
 
 @rule(43)
-@pytest.mark.parametrize("state", ["back-off", "delayed hand-back", "mismatch", "sleeping", "waiting for a signal", "waiting for a child"])
+@pytest.mark.parametrize(
+    "state", ["back-off", "delayed hand-back", "mismatch", "sleeping", "waiting for a signal", "waiting for a child"]
+)
 async def test_a_pending_or_suspended_run_becomes_claimable_now(scene: Scene, state: str) -> None:
     family = await scene.with_children(1, parent={"max_attempts": 3})
     held = family.parent

@@ -73,7 +73,9 @@ async def test_attempts_counts_claims_failures_counts_errors_reclaims_counts_lap
 
 @rule(7)
 @pytest.mark.parametrize("delay", [{"delay": MINUTE}, {"start_at": "later"}])
-async def test_a_delayed_run_is_not_claimed_before_it_is_due_and_promoted_then(scene: Scene, delay: dict[str, Any]) -> None:
+async def test_a_delayed_run_is_not_claimed_before_it_is_due_and_promoted_then(
+    scene: Scene, delay: dict[str, Any]
+) -> None:
     if "start_at" in delay:
         delay = {"start_at": scene.store.clock() + MINUTE}
     run = await scene.start(**delay)
@@ -280,9 +282,9 @@ async def test_a_mark_that_was_asked_again_gives_only_what_is_still_held(scene: 
 
 @rule(9)
 async def test_one_bad_run_never_strands_its_batch(scene: Scene) -> None:
-    late = await scene.start(deadline_after=SECOND, priority=9)
     asked = await scene.take(priority=8)
     await scene.hand_back(asked)
+    late = await scene.start(deadline_after=SECOND, priority=9)
     assert await scene.cancel(asked.run.run_id)
     good = await scene.start()
     await scene.later(2 * SECOND)

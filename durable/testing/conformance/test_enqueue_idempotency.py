@@ -159,7 +159,21 @@ async def test_keys_of_different_tenants_never_meet(scene: Scene, field: str) ->
 
 @rule(34)
 @pytest.mark.parametrize(
-    "key", ["'; DROP TABLE durable_run; --", "%", "_", "$where", "a.b", "ключ", "e\u0301", "\u00e9", " k ", "K", "k", "x" * 1000]
+    "key",
+    [
+        "'; DROP TABLE durable_run; --",
+        "%",
+        "_",
+        "$where",
+        "a.b",
+        "ключ",
+        "e\u0301",
+        "\u00e9",
+        " k ",
+        "K",
+        "k",
+        "x" * 1000,
+    ],
 )
 async def test_a_key_is_text_and_nothing_else(scene: Scene, key: str) -> None:
     first = await scene.submit(idempotency_key=key)

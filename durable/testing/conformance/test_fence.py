@@ -143,7 +143,9 @@ async def test_a_renewal_without_the_fence_is_lost_and_changes_nothing(
 
 @rule(3, 31)
 @stale_lease
-async def test_an_inbox_is_not_shown_without_the_fence(scene: Scene, stale: Callable[[Scene], Awaitable[Lease]]) -> None:
+async def test_an_inbox_is_not_shown_without_the_fence(
+    scene: Scene, stale: Callable[[Scene], Awaitable[Lease]]
+) -> None:
     lease = await stale(scene)
     assert list(await scene.store.inbox([lease])) == [None]
 
@@ -193,7 +195,9 @@ async def test_a_repeated_settle_whose_first_answer_was_lost_recognises_itself_a
 
 
 @rule(6)
-@pytest.mark.parametrize("outcome", [Completed(output="1"), HandedBack(), Suspended(until=None, waiting_for="{}", wake_seq=0)])
+@pytest.mark.parametrize(
+    "outcome", [Completed(output="1"), HandedBack(), Suspended(until=None, waiting_for="{}", wake_seq=0)]
+)
 async def test_a_repeated_settle_after_the_next_claim_is_lost(scene: Scene, outcome: Outcome) -> None:
     held = await scene.take()
     await scene.hand_back(held)
@@ -234,7 +238,9 @@ async def test_records_of_a_batch_are_matched_each_on_its_own_fence(scene: Scene
 
 
 @rule(3)
-async def test_a_record_of_the_old_holder_never_lands_between_the_claim_of_the_new_one_and_its_history(scene: Scene) -> None:
+async def test_a_record_of_the_old_holder_never_lands_between_the_claim_of_the_new_one_and_its_history(
+    scene: Scene,
+) -> None:
     """The scenario behind the fence in the append: sweep, new claim, late record, and what the new holder sees."""
     old = await scene.take()
     await scene.append(old, "a")

@@ -30,7 +30,9 @@ async def fork(scene: Scene, run_id: str, from_step: int | str, **changes: Any) 
 
 @rule(51)
 @pytest.mark.parametrize(("from_step", "copied"), [(0, ""), (1, "a"), (2, "ab"), ("a", ""), ("b", "a"), ("c", "ab")])
-async def test_a_fork_copies_the_records_before_the_chosen_step(scene: Scene, from_step: int | str, copied: str) -> None:
+async def test_a_fork_copies_the_records_before_the_chosen_step(
+    scene: Scene, from_step: int | str, copied: str
+) -> None:
     held = await source(scene)
     await scene.complete(held)
     run = await fork(scene, held.run.run_id, from_step)
@@ -118,7 +120,9 @@ async def test_an_unknown_or_foreign_run_is_not_forked(scene: Scene) -> None:
 
 
 @rule(51)
-@pytest.mark.parametrize(("from_step", "kept"), [("after", ["child#1", "child#1:end"]), ("child#1:end", []), ("child#1", [])])
+@pytest.mark.parametrize(
+    ("from_step", "kept"), [("after", ["child#1", "child#1:end"]), ("child#1:end", []), ("child#1", [])]
+)
 async def test_a_copied_start_of_a_child_whose_end_lies_after_the_cut_is_dropped(
     scene: Scene, from_step: str, kept: list[str]
 ) -> None:
@@ -136,8 +140,8 @@ async def test_a_copied_start_of_a_child_whose_end_lies_after_the_cut_is_dropped
 @rule(51)
 async def test_a_copied_start_of_a_child_that_never_ended_is_dropped(scene: Scene) -> None:
     family = await scene.with_children(1)
-    await scene.append(family.parent, "after")
-    await scene.append(family.parent, "last")
+    await scene.append(family.parent, "after", seen=-1)
+    await scene.append(family.parent, "last", seen=-1)
     run = await fork(scene, family.parent.run.run_id, "last")
     assert await scene.steps(run.run_id) == ["after"]
 

@@ -17,7 +17,9 @@ from .scenario import ACME, BETA, Scene, failure, new_run, rule
 async def test_a_record_is_stored_as_it_was_given(scene: Scene) -> None:
     held = await scene.take()
     started = scene.store.clock()
-    record = await scene.record(held.run.run_id, "3/charge#2", digest="abc", result='{"value":null}', started_at=started)
+    record = await scene.record(
+        held.run.run_id, "3/charge#2", digest="abc", result='{"value":null}', started_at=started
+    )
     (answer,) = await scene.store.append([(held.lease, record)])
     assert answer.state == "appended"
     (stored,) = await scene.history(held.run.run_id)
@@ -57,7 +59,9 @@ async def test_the_stamp_is_never_lower_than_its_floor(scene: Scene) -> None:
 async def test_records_of_one_append_keep_their_positions(scene: Scene) -> None:
     held = await scene.take()
     first = await scene.record(held.run.run_id, "a")
-    batch = [(held.lease, await scene.record(held.run.run_id, name, position=n, seen=-1)) for n, name in ((1, "b"), (2, "c"))]
+    batch = [
+        (held.lease, await scene.record(held.run.run_id, name, position=n, seen=-1)) for n, name in ((1, "b"), (2, "c"))
+    ]
     answers = await scene.store.append([(held.lease, first), *batch])
     assert [answer.state for answer in answers] == ["appended"] * 3
     assert await scene.steps(held.run.run_id) == ["a", "b", "c"]
@@ -246,7 +250,11 @@ async def test_progress_is_written_beside_an_append(scene: Scene) -> None:
 async def test_a_child_is_written_in_one_fenced_write_with_its_parents_record(scene: Scene) -> None:
     family = await scene.with_children(1)
     child = await scene.get(family.children[0])
-    assert (child.parent_run_id, child.parent_step_id, child.status) == (family.parent.run.run_id, "child#1", Status.PENDING)
+    assert (child.parent_run_id, child.parent_step_id, child.status) == (
+        family.parent.run.run_id,
+        "child#1",
+        Status.PENDING,
+    )
     assert await scene.steps(family.parent.run.run_id) == ["child#1"]
 
 
@@ -280,7 +288,9 @@ async def test_a_repeated_append_starts_no_second_child(scene: Scene) -> None:
 
 
 @rule(50)
-async def test_a_record_stores_the_highest_position_that_had_been_delivered_when_its_call_was_made(scene: Scene) -> None:
+async def test_a_record_stores_the_highest_position_that_had_been_delivered_when_its_call_was_made(
+    scene: Scene,
+) -> None:
     held = await scene.take()
     await scene.append(held, "a", seen=-1)
     await scene.append(held, "b", seen=-1)

@@ -102,7 +102,9 @@ DOORS = [
     settled(Cancelled(failure=failure(kind="cancelled")), Status.CANCELLED, "cancelled"),
     settled(TimedOut(failure=failure(kind="timeout")), Status.TIMED_OUT, "timeout"),
     settled(ForwardIncomplete(failure=failure()), Status.FORWARD_INCOMPLETE, "exception"),
-    Door(name="cancel before the first claim", status=Status.CANCELLED, kind="cancelled", claimed=False, land=by_cancel),
+    Door(
+        name="cancel before the first claim", status=Status.CANCELLED, kind="cancelled", claimed=False, land=by_cancel
+    ),
     Door(
         name="claim after the deadline",
         status=Status.TIMED_OUT,
@@ -119,9 +121,7 @@ DOORS = [
         land=by_claim_with_an_ask,
     ),
     Door(name="sweep past the reclaim limit", status=Status.FAILED, kind="reclaim_limit", claimed=True, land=by_sweep),
-    Door(
-        name="upstream", status=Status.CANCELLED, kind="upstream", claimed=False, land=by_upstream, behind=True
-    ),
+    Door(name="upstream", status=Status.CANCELLED, kind="upstream", claimed=False, land=by_upstream, behind=True),
 ]
 
 every_door = pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name.replace(" ", "_"))
@@ -159,12 +159,16 @@ async def test_landing_sets_finished_at_and_purge_at(scene: Scene, door: Door) -
 
 @rule(4)
 @every_door
-async def test_landing_takes_the_lease_and_keeps_the_mark(scene: Scene, door: Door) -> None:
+async def test_landing_takes_the_lease_and_a_settle_keeps_the_mark(scene: Scene, door: Door) -> None:
+    """The mark is what a repeated settle knows itself by; a sweep may take it, so that nobody takes the sweep for his settle."""
     run_id = await door.stored(scene)
     await door.land(scene, run_id)
     run = await scene.get(run_id)
     assert run.leased_until is None
-    assert (run.lease_owner is None) == (run.attempts == 0)
+    if door.name.startswith("settle"):
+        assert run.lease_owner is not None
+    if run.attempts == 0:
+        assert run.lease_owner is None
     await scene.later(DAY)
     assert list((await scene.sweep()).returned) == []
 
@@ -177,7 +181,9 @@ async def test_landing_takes_the_run_out_of_every_claim_and_promotion(scene: Sce
     await scene.later(DAY)
     await scene.promote()
     await scene.mend()
-    assert run_id not in [one.run.run_id for one in await scene.claim(10, queues={"door": 10, "blocker": 10}, alone=True)]
+    assert run_id not in [
+        one.run.run_id for one in await scene.claim(10, queues={"door": 10, "blocker": 10}, alone=True)
+    ]
     run = await scene.get(run_id)
     assert (run.status, run.available_at, run.blocked_on) == (door.status, None, None)
 

@@ -123,9 +123,7 @@ async def test_an_altered_cursor_is_a_conflict_or_stays_inside_the_listing(scene
         ({"statuses": [Status.PENDING], "queues": ["failed"]}, set()),
     ],
 )
-async def test_a_listing_is_filtered_and_counted_alike(
-    scene: Scene, query: dict[str, Any], expected: set[str]
-) -> None:
+async def test_a_listing_is_filtered_and_counted_alike(scene: Scene, query: dict[str, Any], expected: set[str]) -> None:
     await population(scene)
     assert {run.queue for run in await scene.runs(**query)} == expected
     assert await scene.store.count(RunQuery(limit=1, **query), scope=ALL) == len(expected)

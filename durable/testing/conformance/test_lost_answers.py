@@ -118,7 +118,9 @@ async def _settle_scheduled(scene: Scene) -> Call:
     now = scene.store.clock()
     await scene.store.put_schedule(schedule(next_fire_at=now), scope=None)
     run = new_run(schedule_id="nightly", scheduled_for=now)
-    await scene.store.fire(Firing(schedule_id="nightly", tenant=None, expected=now, next_fire_at=now + HOUR, runs=(run,)))
+    await scene.store.fire(
+        Firing(schedule_id="nightly", tenant=None, expected=now, next_fire_at=now + HOUR, runs=(run,))
+    )
     held = await scene.take_again(run.run_id)
     return lambda store: store.settle([(held.lease, Failed(failure=failure()))])
 
@@ -371,11 +373,19 @@ async def _set_queue(scene: Scene) -> Call:
     return lambda store: store.set_queue(queue)
 
 
-every_write = pytest.mark.parametrize(
-    "prepare", WRITES.values(), ids=[name.replace(" ", "_") for name in WRITES]
-)
+every_write = pytest.mark.parametrize("prepare", WRITES.values(), ids=[name.replace(" ", "_") for name in WRITES])
 
-STAMPS = ("updated_at", "leased_until", "seen_at", "started_at", "created_at", "finished_at", "purge_at", "available_at", "at")
+STAMPS = (
+    "updated_at",
+    "leased_until",
+    "seen_at",
+    "started_at",
+    "created_at",
+    "finished_at",
+    "purge_at",
+    "available_at",
+    "at",
+)
 
 
 async def state(scene: Scene) -> Any:
@@ -386,9 +396,7 @@ async def state(scene: Scene) -> Any:
 def without_stamps(value: Any) -> Any:
     """Instants become "set" or None."""
     if isinstance(value, dict):
-        return {
-            key: (inner is not None) if key in STAMPS else without_stamps(inner) for key, inner in value.items()
-        }
+        return {key: (inner is not None) if key in STAMPS else without_stamps(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [without_stamps(inner) for inner in value]
     return value

@@ -101,9 +101,7 @@ async def test_a_run_that_is_not_terminal_is_never_purged(scene: Scene, state: s
 
 @rule(60)
 async def test_the_oldest_go_first_and_a_batch_is_bounded(scene: Scene) -> None:
-    runs = []
-    for minutes in (3, 1, 2, 5, 4):
-        runs.append((minutes, await landed(scene, keep=minutes * MINUTE)))
+    runs = [(minutes, await landed(scene, keep=minutes * MINUTE)) for minutes in (3, 1, 2, 5, 4)]
     await scene.later(HOUR)
     for expected in ({3, 4, 5}, {5}, set()):
         await purge(scene, limit=2)

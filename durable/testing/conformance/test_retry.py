@@ -153,7 +153,16 @@ async def four_records(scene: Scene, held: Any) -> None:
     await scene.append(held, "d", seen=1)
 
 
-TAKEN = [((), "abcd"), ((0,), ""), ((1,), "ac"), ((2,), "abd"), ((3,), "abc"), ((1, 2), "a"), ((3, 1), "ac"), ((2, 0), "")]
+TAKEN = [
+    ((), "abcd"),
+    ((0,), ""),
+    ((1,), "ac"),
+    ((2,), "abd"),
+    ((3,), "abc"),
+    ((1, 2), "a"),
+    ((3, 1), "ac"),
+    ((2, 0), ""),
+]
 
 
 @rule(50)
@@ -179,8 +188,8 @@ async def test_a_retry_takes_out_the_failed_records_and_all_that_came_after_the_
 async def test_the_attempt_rows_of_every_step_taken_out_go_with_it(scene: Scene) -> None:
     held = await scene.take()
     for step_id in ("a", "b", "b#2"):
-        await scene.append(held, f"{step_id}@1", kind=RecordKind.ATTEMPT)
-        await scene.append(held, f"{step_id}@2", kind=RecordKind.ATTEMPT)
+        await scene.append(held, f"{step_id}@1", kind=RecordKind.ATTEMPT, seen=-1)
+        await scene.append(held, f"{step_id}@2", kind=RecordKind.ATTEMPT, seen=-1)
         await scene.append(held, step_id, seen=-1)
     await scene.fail(held, positions=(1,))
     await operator_retry(scene, held.run.run_id)

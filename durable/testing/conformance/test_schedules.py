@@ -47,8 +47,16 @@ async def only(scene: Scene, scope: Any = ALL) -> Schedule:
 
 @rule(56)
 async def test_a_schedule_is_stored_as_it_was_registered(scene: Scene) -> None:
-    row = await put(scene, cron="*/5 * * * *", tz="Europe/Berlin", input='{"a":1}', queue="q", overlap="queue", jitter=SECOND)
-    assert (row.schedule_id, row.tenant, row.name, row.cron, row.tz) == ("nightly", None, "work", "*/5 * * * *", "Europe/Berlin")
+    row = await put(
+        scene, cron="*/5 * * * *", tz="Europe/Berlin", input='{"a":1}', queue="q", overlap="queue", jitter=SECOND
+    )
+    assert (row.schedule_id, row.tenant, row.name, row.cron, row.tz) == (
+        "nightly",
+        None,
+        "work",
+        "*/5 * * * *",
+        "Europe/Berlin",
+    )
     assert (row.input, row.queue, row.overlap, row.catch_up, row.jitter) == ('{"a":1}', "q", "queue", "latest", SECOND)
     assert (row.enabled, row.parked_reason, row.consecutive_failures, row.last_run_id) == (True, None, 0, None)
     assert await only(scene) == row

@@ -47,7 +47,9 @@ async def test_completed_stores_the_output_and_no_error(scene: Scene) -> None:
 
 @rule(5)
 @pytest.mark.parametrize(("outcome", "status"), ENDS)
-async def test_every_other_end_stores_its_error_as_data_and_no_output(scene: Scene, outcome: Any, status: Status) -> None:
+async def test_every_other_end_stores_its_error_as_data_and_no_output(
+    scene: Scene, outcome: Any, status: Status
+) -> None:
     held = await scene.take()
     reason = failure("it broke", kind="misuse", detail='{"type":"ValueError"}')
     assert await scene.settle(held, outcome(failure=reason)) == "landed"

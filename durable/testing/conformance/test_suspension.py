@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from durable.model import ALL, Completed, Failed, RecordKind, Status
+from durable.model import ALL, Completed, Failed, Lease, Outcome, RecordKind, Status
 from durable.settings import HOUR, MINUTE, SECOND
 
 from .scenario import Family, Scene, failure, new_run, rule
@@ -162,12 +162,14 @@ async def test_one_landing_batch_adds_the_number_of_children_that_landed(scene: 
 
 @rule(31)
 @pytest.mark.parametrize("first", ["parent", "child"])
-async def test_a_parent_that_suspends_in_the_batch_in_which_its_child_lands_is_not_lost(scene: Scene, first: str) -> None:
+async def test_a_parent_that_suspends_in_the_batch_in_which_its_child_lands_is_not_lost(
+    scene: Scene, first: str
+) -> None:
     """Suspensions come last and match the counter that the landings of their own batch have made."""
     family = await scene.with_children(1)
     child = await scene.take_again(family.children[0])
     rest = await scene.rest(family.parent, wake_after=1)
-    entries = [(family.parent.lease, rest), (child.lease, Completed(output="1"))]
+    entries: list[tuple[Lease, Outcome]] = [(family.parent.lease, rest), (child.lease, Completed(output="1"))]
     if first == "child":
         entries.reverse()
     answers = list(await scene.store.settle(entries))

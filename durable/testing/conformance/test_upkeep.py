@@ -101,11 +101,11 @@ async def sequenced(scene: Scene) -> str:
 
 
 async def running(scene: Scene) -> str:
-    return (await scene.take()).run.run_id
+    return (await scene.take(queue="busy")).run.run_id
 
 
 async def suspended(scene: Scene) -> str:
-    held = await scene.take()
+    held = await scene.take(queue="busy")
     await scene.suspend(held)
     return held.run.run_id
 
@@ -137,7 +137,7 @@ async def lonely(scene: Scene) -> str:
 
 
 async def failed(scene: Scene) -> str:
-    held = await scene.take()
+    held = await scene.take(queue="busy")
     await scene.fail(held)
     return held.run.run_id
 
@@ -285,7 +285,8 @@ async def test_many_calls_at_once_are_each_answered(scene: Scene) -> None:
     """Engine transactions are short and separate: one that fails does not touch those beside it."""
     await scene.start(idempotency_key="taken", name="other")
     calls = [
-        scene.submit(idempotency_key="taken") if number % 5 == 0 else scene.submit(input=str(number)) for number in range(60)
+        scene.submit(idempotency_key="taken") if number % 5 == 0 else scene.submit(input=str(number))
+        for number in range(60)
     ]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert [isinstance(answer, BaseException) for answer in answers] == [number % 5 == 0 for number in range(60)]
