@@ -4,6 +4,7 @@ of `docs/reference/semantics.md`, and the conformance suite has a test with that
 What holds for every method:
 
 * It is one atomic transition of the store: applied whole or not at all, and durable when it returns.
+* It runs in a short transaction of its own; only `transaction` and `tx` carry writes of the user (63).
 * It may be repeated after a lost answer and makes no second effect (42).
 * It takes and gives frozen values; no SQL, row or driver object crosses, but the caller's own transaction (`tx`, typed `object`).
 * The backend decides nothing and never calls the engine; the engine decides and never opens a transaction.
@@ -98,6 +99,7 @@ class RunStore(Protocol):
         `alone` takes at most one run that is blocked on 'alone', together with nothing else (15).
         The work done does not grow with other rows: reads at most twice the rows it takes (10).
         The journal is read after the claim is visible, by position, attempt rows last (3). `started_at` is set by the first claim.
+        A run claimed with ALL comes with its own tenant in the lease, and is recorded and settled under it (58).
         """
         ...
 

@@ -1,4 +1,5 @@
-"""Threads and transactions: one writer thread into which everything that is queued goes as one BEGIN IMMEDIATE … COMMIT.
+"""Threads and transactions: one writer thread into which everything that is queued goes as one BEGIN IMMEDIATE … COMMIT
+(semantics 66).
 
 `store.py` calls `write` and `read` with operations: plain functions `operation(con, now)`. A write operation runs inside the shared
 transaction under a savepoint of its own, so one that fails fails itself and not its batch. `opening.py` makes a `Core` per file
