@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from durable.errors import ConfigurationError, StoreUnavailable
+from durable.errors import ConfigurationError, SchemaMismatch, StoreUnavailable
 from durable.model import Instant, Names
 from durable.settings import Settings
 from durable.storekit import Renames
@@ -113,7 +113,7 @@ def _prepare_file(path: Path, auto_migrate: bool | None) -> None:
     if not path.parent.is_dir():
         raise StoreUnavailable(f"the directory {path.parent} does not exist", hint="create it, or correct the URL")
     if auto_migrate is False and not path.exists():
-        raise StoreUnavailable(
+        raise SchemaMismatch(
             f"there is no database at {path}", hint="check the path, run `durable migrate`, or open it without auto_migrate=False"
         )
     try:

@@ -1,0 +1,59 @@
+"""The command line: `durable demo | worker | start | runs | explain | migrate | schema | purge | audit`.
+
+Reads and acts through the client only. The URL comes from `--url`, the environment (DURABLE_URL), `durable.toml` or
+`[tool.durable]` in pyproject.toml, in this order. Tables on a terminal, one line of JSON per thing otherwise (or with `--json`).
+
+Exit codes: 0 done · 1 it was carried out and the answer is no (the proof failed, the run did not complete, a finding, an old
+schema, nothing to cancel) · 2 wrong usage or configuration · 3 no such run · 4 the store can not be used now · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ..errors import ConfigurationError, DurableError, NotFound, RegistrationError, StoreError
+from . import demo_command, run_commands, store_commands, work_commands
+from .output import complain
+
+ANSWER_IS_NO, USAGE, NOT_FOUND, NO_STORE, INTERRUPTED = 1, 2, 3, 4, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Durable functions: run them, look at them, keep their store in order.",
+)
+app.command("demo")(demo_command.demo)
+app.command("worker")(work_commands.worker)
+app.command("start")(work_commands.start)
+app.add_typer(run_commands.app, name="runs", help="List, show, cancel and retry runs.")
+app.command("explain")(run_commands.explain)
+app.command("migrate")(store_commands.migrate)
+app.command("schema")(store_commands.schema)
+app.command("purge")(store_commands.purge)
+app.command("audit")(store_commands.audit)
+
+
+def exit_code(error: DurableError) -> int:
+    """The exit code of an error that ends a command."""
+    match error:
+        case NotFound():
+            return NOT_FOUND
+        case ConfigurationError() | RegistrationError():
+            return USAGE
+        case StoreError():
+            return NO_STORE
+    return ANSWER_IS_NO
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except DurableError as error:
+        complain(str(error))
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

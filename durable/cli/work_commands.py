@@ -1,0 +1,101 @@
+"""`durable worker APP` and `durable start APP:FUNCTION`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import Annotated, Any
+
+import typer
+
+import durable
+
+from .options import AsJson, Tenant, Url, load, with_client
+from .output import Output
+from .run_commands import run_row
+
+
+def _queues(specs: list[str], concurrency: int) -> dict[str, int]:
+    queues: dict[str, int] = {}
+    for spec in specs:
+        name, _, limit = spec.partition("=")
+        if limit and not (limit.isascii() and limit.isdigit() and int(limit) > 0):
+            raise durable.ConfigurationError(
+                f"--queue {spec}: {limit!r} is not a positive number", hint="write --queue bulk=2"
+            )
+        queues[name] = int(limit) if limit else concurrency
+    return queues
+
+
+def worker(
+    app: Annotated[
+        str, typer.Argument(metavar="APP", help="A module that declares durable functions, or module:registry.")
+    ],
+    url: Url = None,
+    queue: Annotated[
+        list[str] | None, typer.Option("--queue", help="A queue, or queue=limit; may be repeated.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Bodies that run at once.")] = 100,
+    lease: Annotated[str, typer.Option(help="How long a claim holds without a renewal.")] = "30s",
+    grace: Annotated[str, typer.Option(help="How long bodies may go on after SIGTERM or SIGINT.")] = "30s",
+    max_reclaims: Annotated[int, typer.Option(min=1, help="Lapsed leases in a row before a run lands failed.")] = 5,
+    tenant: Tenant = None,
+) -> None:
+    """Run durable functions until SIGTERM or SIGINT; a second signal stops at once."""
+    found = load(app)
+    functions = list(found) if isinstance(found, durable.Registry) else None  # None: all that the module declared
+
+    async def work(client: durable.Client) -> None:
+        await durable.Worker(
+            client,
+            queues=_queues(queue or ["default"], concurrency),
+            concurrency=concurrency,
+            functions=functions,
+            lease=lease,
+            grace=grace,
+            max_reclaims=max_reclaims,
+        ).run()
+
+    with_client(url, work, tenant=tenant)
+
+
+def _argument(text: str) -> Any:
+    try:
+        return jsonlib.loads(text)
+    except ValueError:
+        return text
+
+
+def start(
+    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The durable function.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments: JSON, or text where that is none.")
+    ] = None,
+    url: Url = None,
+    json: AsJson = False,
+    tenant: Tenant = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="One run per key.")] = None,
+    queue: Annotated[str | None, typer.Option(help="Another queue than the declared one.")] = None,
+    delay: Annotated[str | None, typer.Option(help='Start later: "90s", "2h".')] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the result; exit code 1 if the run does not complete.")
+    ] = False,
+) -> None:
+    """Start a run and print it."""
+    found = load(function)
+    if not isinstance(found, durable.Function):
+        raise durable.ConfigurationError(
+            f"{function} is not a durable function", hint="declare it with @durable.function"
+        )
+    options: dict[str, Any] = {"idempotency_key": idempotency_key, "queue": queue, "delay": delay}
+    chosen = found.using(**{name: value for name, value in options.items() if value is not None})
+    output = Output(json_wanted=json)
+
+    async def work(client: durable.Client) -> None:
+        run: durable.Run[Any] = await client.start(chosen, *map(_argument, arguments or ()))
+        if not wait:
+            output.fields("Started", {**run_row(run), "disposition": run.disposition})
+            return
+        result = await run.result()
+        output.fields("Completed", {"id": run.id, "result": result})
+
+    with_client(url, work, tenant=tenant)
