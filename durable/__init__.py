@@ -40,6 +40,7 @@ from .function import Function, Registry, Step, function, step
 from .handle import Progress, Run
 from .model import Status, tenant_id
 from .retry import Retry
+from .signals import Signal
 from .sync import SyncClient, SyncRun, run
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "RunTimeout",
     "SchemaMismatch",
     "SerializationError",
+    "Signal",
     "SignalTimeout",
     "SpinningError",
     "Status",

@@ -34,14 +34,7 @@ async def _fresh() -> None:
     log.clear()
 
 
-class Word:
-    """A signal of text, as the context wants it."""
-
-    name = "word"
-    type = str
-
-
-WORD = Word()
+WORD = durable.Signal("word", str)
 
 
 async def note(text: str) -> str:
