@@ -77,7 +77,7 @@ class Lane(Generic[Item, Answer]):
         self._waiting: list[_Entry[Item, Answer]] = []
         self._busy: set[str] = set()  # keys with an entry in flight
         self._failed: dict[str, BaseException] = {}  # keys whose order is broken: nothing may follow a hole
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], list[_Entry[Item, Answer]]] = {}
         self._queued = False
         self._closed = False
 
@@ -122,16 +122,20 @@ class Lane(Generic[Item, Answer]):
 
     def _launch(self) -> None:
         self._queued = False
-        while self._waiting and len(self._tasks) < self._flights:
+        while self._waiting and len(self._tasks) < self._flights and not self._closed:
             batch = self._take()
             if not batch:
                 return
             task = self._loop.create_task(self._flush(batch))
-            self._tasks.add(task)
+            self._tasks[task] = batch
             task.add_done_callback(self._landed)
 
     def _landed(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        batch = self._tasks.pop(task)
+        self._busy.difference_update([entry.key for entry in batch])
+        if task.cancelled():  # by `close`, or by an event loop that ends
+            for entry in batch:
+                _refuse(entry, WorkerStopped(f"stopped before this {self.name} was answered"))
         if self._waiting and not self._queued:
             self._queued = True
             self._loop.call_soon(self._launch)
@@ -159,14 +163,7 @@ class Lane(Generic[Item, Answer]):
 
     async def _flush(self, batch: list[_Entry[Item, Answer]]) -> None:
         started = boottime()
-        try:
-            await self._deliver(batch)
-        except asyncio.CancelledError:
-            for entry in batch:
-                _refuse(entry, WorkerStopped(f"stopped before this {self.name} was answered"))
-            raise
-        finally:
-            self._busy.difference_update([entry.key for entry in batch])
+        await self._deliver(batch)
         if self._events.wanted:
             self._events.emit(Flushed(lane=self.name, entries=len(batch), took=boottime() - started))
 

@@ -14,13 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.conftest import Seen, until
 
 import durable
 from durable import Registry
 from durable.errors import StoreUnavailable
-from durable.events import BodyAbandoned, ChoreFailed, FlushFailed, LeaseLapsed, RenewalFailed, RunSettled, RunsReclaimed
+from durable.events import (
+    BodyAbandoned,
+    ChoreFailed,
+    FlushFailed,
+    LeaseLapsed,
+    RenewalFailed,
+    RunSettled,
+    RunsReclaimed,
+)
 from durable.model import ALL, ErrorKind, Renewal, Renewed, Status
-from engine.conftest import Seen, until
 
 declared = Registry("test_holding")
 log: list[str] = []
@@ -174,7 +182,9 @@ async def test_a_signal_wakes_a_run_in_memory_and_a_suspended_one(url: str) -> N
         assert await slow.result() == "later"
 
 
-async def test_a_signal_before_the_wait_is_not_lost_and_one_to_a_landed_run_is_a_conflict(client: durable.Client) -> None:
+async def test_a_signal_before_the_wait_is_not_lost_and_one_to_a_landed_run_is_a_conflict(
+    client: durable.Client,
+) -> None:
     run = await client.start(listens)
     await client.signal(run.id, WORD, "early", id="one")
     await client.signal(run.id, WORD, "early", id="one")
@@ -312,7 +322,9 @@ async def test_a_lost_lease_puts_the_body_aside_and_writes_nothing(client: durab
     assert seen.of(RunsReclaimed)
 
 
-async def test_an_error_of_the_renewal_proves_nothing_until_the_lease_has_ended(client: durable.Client, seen: Seen) -> None:
+async def test_an_error_of_the_renewal_proves_nothing_until_the_lease_has_ended(
+    client: durable.Client, seen: Seen
+) -> None:
     renew = client.store.renew
     broken = True
 
@@ -349,7 +361,9 @@ async def test_a_lease_that_could_not_be_renewed_in_time_is_given_up(client: dur
     assert run.attempts == 2
 
 
-async def test_records_and_settles_are_repeated_while_the_store_gives_no_answer(client: durable.Client, seen: Seen) -> None:
+async def test_records_and_settles_are_repeated_while_the_store_gives_no_answer(
+    client: durable.Client, seen: Seen
+) -> None:
     append, settle = client.store.append, client.store.settle
     failed: list[str] = []
 
@@ -411,7 +425,9 @@ async def test_a_submit_whose_answer_was_lost_makes_one_run(client: durable.Clie
     assert run.status == "pending"
 
 
-async def test_a_run_that_kills_its_workers_is_taken_alone_and_lands_failed_past_the_limit(client: durable.Client) -> None:
+async def test_a_run_that_kills_its_workers_is_taken_alone_and_lands_failed_past_the_limit(
+    client: durable.Client,
+) -> None:
     store = client.store
     run = await client.start(gated, "x")
     from durable.model import ClaimRequest
@@ -507,7 +523,9 @@ async def test_a_worker_registers_itself_and_leaves_the_registry_when_it_stops(c
     assert not working.healthy or working.held == 0
 
 
-async def test_a_failing_chore_is_reported_makes_the_health_false_and_recovers(client: durable.Client, seen: Seen) -> None:
+async def test_a_failing_chore_is_reported_makes_the_health_false_and_recovers(
+    client: durable.Client, seen: Seen
+) -> None:
     promote = client.store.promote
     broken = True
 
@@ -560,14 +578,20 @@ durable.run(main)
 def _process(tmp_path: Path, url: str, takes: str, grace: str) -> subprocess.Popen[str]:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    made = subprocess.Popen([sys.executable, str(program), url, takes, grace], stdout=subprocess.PIPE, text=True)
+    return _started(program, url, takes, grace)
+
+
+def _started(program: Path, *arguments: str) -> subprocess.Popen[str]:
+    made = subprocess.Popen([sys.executable, str(program), *arguments], stdout=subprocess.PIPE, text=True)
     assert made.stdout is not None
     assert made.stdout.readline() == "began 7\n"
     return made
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_sigterm_and_sigint_drain_and_the_process_exits_cleanly(tmp_path: Path, url: str, number: signal.Signals) -> None:
+async def test_sigterm_and_sigint_drain_and_the_process_exits_cleanly(
+    tmp_path: Path, url: str, number: signal.Signals
+) -> None:
     process = _process(tmp_path, url, "0.5", "20s")
     process.send_signal(number)
     out, _ = await asyncio.to_thread(process.communicate, timeout=60)
@@ -592,12 +616,11 @@ async def test_what_a_killed_worker_held_is_taken_up_by_another(tmp_path: Path, 
     program = PROGRAM.replace("grace=sys.argv[3]", 'lease="1s"')
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(program))
-    first = subprocess.Popen([sys.executable, str(path), url, "3600", "1s"], stdout=subprocess.PIPE, text=True)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "began 7\n"
+    first = _started(path, url, "3600", "1s")
     first.kill()
     await asyncio.to_thread(first.wait)
-    first.stdout.close()
+    if first.stdout is not None:
+        first.stdout.close()
 
     @durable.function(name="job", registry=Registry("taker"))
     async def job(ctx: durable.Context, n: int) -> int:
@@ -606,7 +629,10 @@ async def test_what_a_killed_worker_held_is_taken_up_by_another(tmp_path: Path, 
     async def work(n: int) -> int:
         return n * 10
 
-    async with durable.Client(url, settings={"poll": "50ms"}) as client, durable.Worker(client, functions=[job], lease="1s"):
+    async with (
+        durable.Client(url, settings={"poll": "50ms"}) as client,
+        durable.Worker(client, functions=[job], lease="1s"),
+    ):
         (run,) = [run async for run in client.runs()]
         assert await run.result() == 70
         assert run.record.reclaims == 1

@@ -9,12 +9,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from engine.conftest import Seen, until
 
 import durable
 from durable import Registry
 from durable.model import ErrorKind
 from durable.settings import SECOND
-from engine.conftest import Seen, until
 
 declared = Registry("test_runs")
 calls: list[str] = []
@@ -234,7 +234,9 @@ async def test_arguments_that_do_not_fit_are_refused_before_anything_is_written(
     assert await client.count() == 0
 
 
-async def test_a_run_of_a_function_that_no_worker_knows_stays_pending_and_is_shown_as_such(client: durable.Client) -> None:
+async def test_a_run_of_a_function_that_no_worker_knows_stays_pending_and_is_shown_as_such(
+    client: durable.Client,
+) -> None:
     run = await client.start(unwanted)
     async with durable.Worker(client, functions=[total]):
         assert await client.run(total, [1]) == 1

@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from engine.conftest import until
 
 import durable
 from durable import Registry
 from durable.model import ALL
-from engine.conftest import until
 
 declared = Registry("test_tenants")
 ACME, OTHER = durable.tenant_id("acme"), durable.tenant_id("other")
@@ -35,7 +35,12 @@ async def snapshot(client: durable.Client) -> Any:
     store = client.store
     page = await store.find(durable.model.RunQuery(limit=1_000), scope=OTHER)
     journals = [await store.history(run.run_id, scope=OTHER) for run in page.runs]
-    return page.runs, journals, await store.schedules(scope=OTHER), [q for q in await store.queues(scope=OTHER) if q.tenant == OTHER]
+    return (
+        page.runs,
+        journals,
+        await store.schedules(scope=OTHER),
+        [q for q in await store.queues(scope=OTHER) if q.tenant == OTHER],
+    )
 
 
 SCHEDULED = tenant_job.using(cron="0 0 1 1 *")
@@ -71,7 +76,10 @@ ATTEMPTS: dict[str, Attempt] = {
     "queues.stats": (lambda c, live, dead: _list(c.queues.stats()), []),
     "queues.all": (lambda c, live, dead: _others(c), []),
     # These make rows of acme's own; the other's must stay as they are.
-    "start": (lambda c, live, dead: _made(c.start(tenant_job.using(idempotency_key="k", coalesce_key="c"), 5)), "created"),
+    "start": (
+        lambda c, live, dead: _made(c.start(tenant_job.using(idempotency_key="k", coalesce_key="c"), 5)),
+        "created",
+    ),
     "start_many": (lambda c, live, dead: _count(c.start_many(tenant_job, [1, 2])), 2),
     "schedules.put": (lambda c, live, dead: _done(c.schedules.put("nightly", SCHEDULED, 9)), None),
     "queues.pause": (lambda c, live, dead: c.queues.pause("default"), None),
@@ -147,7 +155,9 @@ def test_every_public_method_is_tried_or_stands_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("method", sorted(ATTEMPTS))
-async def test_another_tenants_id_is_the_same_as_an_unknown_one_and_its_rows_stay(client: durable.Client, method: str) -> None:
+async def test_another_tenants_id_is_the_same_as_an_unknown_one_and_its_rows_stay(
+    client: durable.Client, method: str
+) -> None:
     live, dead = await _populated(client)
     before = await snapshot(client)
     attempt, expected = ATTEMPTS[method]
@@ -204,7 +214,9 @@ async def test_a_bound_worker_takes_only_its_tenants_runs(client: durable.Client
 
 async def test_the_same_key_of_two_tenants_is_two_keys(client: durable.Client) -> None:
     keyed = tenant_job.using(idempotency_key="k")
-    runs = [await client.using(tenant=tenant).start(keyed, 1) for tenant in (ACME, OTHER)] + [await client.start(keyed, 1)]
+    runs = [await client.using(tenant=tenant).start(keyed, 1) for tenant in (ACME, OTHER)] + [
+        await client.start(keyed, 1)
+    ]
     assert len({run.id for run in runs}) == 3
     assert {run.idempotency_key for run in runs} == {"k"}
 
