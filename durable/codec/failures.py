@@ -118,8 +118,9 @@ def error_data(exc: BaseException, /) -> ErrorData:
         detail["fields"]["hint"] = _clean(exc.hint, MAX_MESSAGE)
     else:
         message = _message(exc)
-        if _known.get(type_name) is cls and _storable(exc.args):
-            detail = {"args": list(exc.args)}
+        arguments = _arguments(exc)
+        if _known.get(type_name) is cls and _storable(arguments):
+            detail = {"args": list(arguments)}
     return ErrorData(
         type_name=type_name,
         message=_clean(message, MAX_MESSAGE),
@@ -161,13 +162,19 @@ def _rebuild_known(data: ErrorData) -> Exception | None:
     try:
         if isinstance(arguments, list):
             made = cls(*arguments)
-            if type(made) is cls and (cls in _BUILT_INS or list(made.args) == arguments):
+            if type(made) is cls and list(_arguments(made)) == arguments:
                 return made
         if cls in _BUILT_INS:
             return cls(data.message)
     except Exception:  # noqa: BLE001
         return None  # the class has changed since, or does not keep its contract: the data is still there
     return None
+
+
+def _arguments(exc: BaseException) -> tuple[Any, ...]:
+    if isinstance(exc, OSError) and len(exc.args) == 2 and exc.filename is not None:
+        return (*exc.args, exc.filename)  # it takes the name of the file out of its args
+    return exc.args
 
 
 def _storable(arguments: tuple[Any, ...]) -> bool:

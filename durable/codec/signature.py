@@ -238,9 +238,8 @@ def _inspect(fn: Callable[..., Any]) -> tuple[list[inspect.Parameter], Any]:
 def _scope(fn: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Globals and closure of the function under partials, methods, wrappers and callable objects."""
     inner: Any = fn
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    inner = inspect.unwrap(inner)
+    while isinstance(inner, functools.partial) or hasattr(inner, "__wrapped__"):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__wrapped__
     inner = getattr(inner, "__func__", inner)
     if isinstance(inner, type):
         inner = inner.__init__  # type: ignore[misc]

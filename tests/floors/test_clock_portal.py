@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from durable import clock
@@ -36,6 +36,7 @@ def test_boottime_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch
     assert clock.system_micros() == 0
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 10**15), st.floats(0.0, 1.0, exclude_max=True), st.floats(0.0, 1.0))
 def test_a_jittered_delay_is_a_whole_number_within_its_spread(delay: int, random: float, spread: float) -> None:
     answer = clock.jittered(delay, random, spread=spread)

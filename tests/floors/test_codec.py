@@ -1,4 +1,7 @@
-"""`durable.codec`: any value comes back equal or is refused with a typed error (semantics 22, 70, 71)."""
+"""`durable.codec`: any value comes back equal or is refused with a typed error (semantics 22, 70, 71).
+
+`DURABLE_CODEC_CASES` says how often the fuzz tests try (60 by default, some of them two or three times that).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import enum
 import json
 import math
+import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +21,7 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, PrivateAttr, SecretStr, model_serializer
 from typing_extensions import TypedDict
@@ -27,10 +31,20 @@ from durable.codec.plain import MAX_DEPTH
 from durable.errors import PayloadTooLarge, RegistrationError, SerializationError
 
 CODEC = Codec(1 << 20)
+EXAMPLES = int(os.environ.get("DURABLE_CODEC_CASES", "60"))
+
+
+def fuzz(times: int = 1) -> settings:
+    return settings(
+        max_examples=times * EXAMPLES,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
 
 texts = st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]))
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
-plain_values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=30)
+plain_values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=12)
 odd_leaves = (
     leaves
     | st.text(st.characters())
@@ -43,7 +57,7 @@ odd_keys = st.text(st.characters()) | st.integers() | st.none() | st.booleans() 
 odd_values = st.recursive(
     odd_leaves,
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(odd_keys, inner),
-    max_leaves=20,
+    max_leaves=10,
 )
 
 
@@ -81,6 +95,7 @@ def with_lists(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- plain values
 
 
+@fuzz()
 @given(plain_values)
 def test_a_plain_value_comes_back_equal(value: Any) -> None:
     text, back = CODEC.roundtrip(value)
@@ -89,7 +104,7 @@ def test_a_plain_value_comes_back_equal(value: Any) -> None:
     json.loads(text)
 
 
-@settings(max_examples=400)
+@fuzz(2)
 @given(odd_values)
 def test_any_value_comes_back_equal_or_is_refused_with_a_typed_error_that_names_its_path(value: Any) -> None:
     try:
@@ -102,6 +117,7 @@ def test_any_value_comes_back_equal_or_is_refused_with_a_typed_error_that_names_
     text.encode()
 
 
+@fuzz()
 @given(plain_values)
 def test_live_and_replay_are_the_same_to_the_last_detail_also_through_jsonb(value: Any) -> None:
     text, live = CODEC.roundtrip(value)
@@ -228,7 +244,7 @@ def test_the_live_value_is_a_copy_that_later_changes_do_not_reach() -> None:
     assert CODEC.decode(text) == {"list": [1]}
 
 
-@settings(max_examples=300)
+@fuzz()
 @given(plain_values, st.data())
 def test_damaged_text_is_a_typed_error_or_another_value_and_nothing_else(value: Any, data: st.DataObject) -> None:
     text = value_envelope(CODEC.encode(value))
@@ -365,14 +381,17 @@ TYPED: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (int | None, st.none() | st.integers()),
     (int | str, st.integers() | texts),
     (bool | int, st.booleans() | st.integers()),
-    (Annotated[Circle | Square, Field(discriminator="kind")], st.builds(Circle, size=st.integers()) | st.builds(Square, size=st.integers())),
+    (
+        Annotated[Circle | Square, Field(discriminator="kind")],
+        st.builds(Circle, size=st.integers()) | st.builds(Square, size=st.integers()),
+    ),
     (PurePosixPath, texts.filter(lambda text: text != "").map(PurePosixPath)),
     (Any, plain_values),
     (dict[str, Any], st.dictionaries(texts, plain_values)),
 ]  # fmt: skip
 
 
-@settings(max_examples=800)
+@fuzz(3)
 @given(st.sampled_from(TYPED).flatmap(lambda pair: st.tuples(st.just(pair[0]), pair[1])))
 def test_an_annotated_value_comes_back_equal_and_of_its_type(case: tuple[Any, Any]) -> None:
     annotation, value = case
@@ -383,7 +402,7 @@ def test_an_annotated_value_comes_back_equal_and_of_its_type(case: tuple[Any, An
     assert exact(CODEC.decode(as_jsonb_returns_it(text), annotation)) == exact(live)
 
 
-@settings(max_examples=400)
+@fuzz(2)
 @given(st.sampled_from([annotation for annotation, _ in TYPED]), odd_values)
 def test_any_value_for_any_annotation_is_taken_or_refused_with_a_typed_error(annotation: Any, value: Any) -> None:
     try:
@@ -547,6 +566,7 @@ def test_a_digest_is_sixteen_digits_that_never_change() -> None:
     assert digest("[[1],{}]") != digest("[[2],{}]")
 
 
+@fuzz()
 @given(plain_values)
 def test_an_envelope_gives_its_value_back_also_through_jsonb(value: Any) -> None:
     text = value_envelope(CODEC.encode(value))

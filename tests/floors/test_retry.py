@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from durable.errors import ConfigurationError, Misuse, RegistrationError, SerializationError
@@ -28,6 +28,7 @@ def policies(draw: st.DrawFn) -> Retry:
     )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(policies(), st.integers(1, 10**12), st.floats(0.0, 1.0, exclude_max=True))
 def test_a_wait_is_a_whole_number_between_nothing_and_the_maximum_at_every_attempt(
     retry: Retry, attempt: int, random: float
@@ -37,6 +38,7 @@ def test_a_wait_is_a_whole_number_between_nothing_and_the_maximum_at_every_attem
     assert 0 <= wait <= retry.maximum
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(policies(), st.integers(1, 2_000))
 def test_without_jitter_waits_never_get_shorter(retry: Retry, attempt: int) -> None:
     middle = 0.5  # the random number at which jitter changes nothing
@@ -91,6 +93,7 @@ def test_errors_that_stay_are_tried_again_only_if_named() -> None:
     assert not Retry(None, on=SerializationError).decides(Misuse("x"), 1)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(policies())
 def test_the_numbers_survive_json_and_the_classes_stay_those_of_the_code(retry: Retry) -> None:
     declared = Retry(1, on=OSError, give_up_on=(KeyError,))
