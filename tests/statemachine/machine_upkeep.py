@@ -18,17 +18,20 @@ TENANTS = st.sampled_from([None, TENANT])
 
 
 class WholeMachine(Machine):
+    def teardown(self) -> None:
+        self.driver.compare(every_journal=True)
+        super().teardown()
+
     # -- cancel, retry, fork ---------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.oracle.runs)
     @rule(picks=st.lists(PICK, min_size=1, max_size=2, unique=True), scope=SCOPES)
-    def request_cancel(self, picks: list[int], scope: Any = m.ALL) -> list[bool]:
+    def request_cancel(self, picks: list[int], scope: Any = m.ALL) -> None:
         ids = list(dict.fromkeys(self.run_id(pick) for pick in picks)) + ["nobody"]
         with self.watched("cancel"):
             wanted = self.oracle.request_cancel(ids, scope, "enough")
             given = list(now(self.store.request_cancel(ids, scope=scope, reason="enough")))
         assert given == wanted
-        return given
 
     @precondition(lambda self: self.oracle.runs)
     @rule(pick=PICK, scope=SCOPES, extra=st.integers(0, 1), behind=st.sampled_from([0, 0, 0, 1]), anybody=st.booleans())
@@ -74,8 +77,6 @@ class WholeMachine(Machine):
         self.signals.append(m.NewSignal(run_id=run_id, name=name, payload='{"x":1}', dedup_id=self.next("d")))
         self.send_one(self.signals[-1], scope)
 
-    @precondition(lambda self: self.signals)
-    @rule(pick=PICK)
     def send_again(self, pick: int) -> None:
         self.send_one(self.signals[pick % len(self.signals)], m.ALL)
 
@@ -84,6 +85,13 @@ class WholeMachine(Machine):
             wanted = self.answer(lambda: self.oracle.send(signal, scope))
             given = self.answer(lambda: now(self.store.send(signal, scope=scope)))
         assert given == wanted
+
+    @rule(what=st.sampled_from(["enqueue", "claim", "settle", "send"]), pick=PICK)
+    def again(self, what: str, pick: int) -> None:
+        """A call whose answer was lost is made again."""
+        asked = {"enqueue": self.submitted, "claim": self.requests, "settle": self.outcomes, "send": self.signals}
+        if asked[what]:
+            getattr(self, f"{what}_again")(pick)
 
     # -- chores and time -------------------------------------------------------------------------------------------------
 
@@ -183,12 +191,12 @@ class WholeMachine(Machine):
             pause = self.store.pause_schedule(schedule_id, scope=tenant, paused=paused, next_fire_at=later)
             assert now(pause) == wanted
 
-    @rule(scope=SCOPES)
     def due_schedules(self, scope: Any) -> None:
         instant, due = now(self.store.due_schedules(scope=scope, limit=100))
         assert instant == self.driver.time
         assert sorted(one.schedule_id for one in due) == self.oracle.due_schedules(scope)
 
+    @precondition(lambda self: self.oracle.schedules)
     @rule(
         schedule_id=SCHEDULES,
         tenant=TENANTS,
@@ -197,6 +205,7 @@ class WholeMachine(Machine):
         park=st.booleans(),
     )
     def fire(self, schedule_id: str, tenant: Any, slots: int = 1, wrong: int = 0, park: bool = False) -> None:
+        self.due_schedules(tenant)
         row = self.oracle.schedules.get((tenant, schedule_id))
         instant = (row and row.next_fire_at) or self.driver.time
         link = {"name": "f", "tenant": tenant, "schedule_id": schedule_id}

@@ -34,6 +34,7 @@ class RunOracle:
         self.slots: set[tuple[object, str, int]] = set()
         self.queues: dict[tuple[object, str], m.QueueRecord] = {}
         self.serial = 0
+        self.landed: list[Row] = []
 
     # -- what several operations need ------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class RunOracle:
             setattr(row, name, getattr(new, name))
         row.status, row.created_at, row.submitted = "pending", self.clock(), self.serial
         row.attempts = row.failures = row.reclaims = row.wake_seq = row.wake_after = 0
-        row.compensating, row.tags, row.left_by = False, dict(new.tags), ""
+        row.compensating, row.tags, row.left_by, row.orphans = False, dict(new.tags), "", False
         if new.deadline_after is not None:
             row.deadline_at = self.clock() + new.deadline_after
         parent = self.runs.get(new.parent_run_id or "")
@@ -145,14 +146,14 @@ class RunOracle:
 
     # -- claim -----------------------------------------------------------------------------------------------------------
 
-    def claimable(self, request: m.ClaimRequest, *, alone: bool = False) -> list[Row]:
+    def claimable(self, request: m.ClaimRequest, *, alone: bool = False, paused: bool = False) -> list[Row]:
         """What this request may take, in the order of each queue; limits of concurrency are looked at elsewhere."""
         rows = [row for row in self.mine(request.scope) if row.status == "pending" and row.queue in request.queues]
         rows = [row for row in rows if row.available_at is None and row.blocked_on == ("alone" if alone else None)]
         known, names = set(request.functions), {name for name, _ in request.functions}
         rows = [row for row in rows if (row.name in names if row.version is None else (row.name, row.version) in known)]
         rows = [row for row in rows if not self.journals[row.run_id] or row.replay_family in (None, request.family)]
-        rows = [row for row in rows if not any(self.rule(row, scope).paused for scope in self.scopes(row))]
+        rows = [row for row in rows if paused or not any(self.rule(row, scope).paused for scope in self.scopes(row))]
         return sorted(rows, key=lambda row: (row.queue, -row.priority, row.order))
 
     def ends_at_claim(self, row: Row) -> str | None:
@@ -203,10 +204,14 @@ class RunOracle:
         else:
             candidates = self.claimable(request)
         ids = [row.run_id for row in candidates]
+        ending = self.claimable(request, paused=True) + (self.claimable(request, alone=True, paused=True) if request.alone else [])
         for run_id in ended:
             row = self.runs[run_id]
-            assert row in [*candidates, *lone] and self.ends_at_claim(row), f"a claim may not land {run_id}"
-            self.land(row, self.ends_at_claim(row) or "", m.Failure(message=""))
+            assert row in ending, f"a claim may not land {run_id}"
+            assert self.ends_at_claim(row), f"a claim may not land {run_id}"
+            end = self.ends_at_claim(row) or ""
+            self.land(row, end, m.Failure(message="", kind="deadline" if end == "timed_out" else end))
+        self.wake_parents()
         free = [row for row in candidates if self.ends_at_claim(row) is None and row.status == "pending"]
         limited = any(rule.max_concurrency is not None or rule.rate_count is not None for rule in self.queues.values())
         room = sum(min(most, sum(row.queue == queue for row in free)) for queue, most in request.queues.items())
@@ -272,11 +277,11 @@ class RunOracle:
 
     def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> list[str]:
         """Terminal states first, suspensions last: each against the wakes that the others of its batch have made."""
-        order = sorted(
-            range(len(entries)),
-            key=lambda at: (type(entries[at][1]) not in LANDED, type(entries[at][1]) is m.Suspended),
-        )
-        answers = {at: self.settle_one(*entries[at]) for at in order}
+        kinds = [0 if type(outcome) in LANDED else 2 if type(outcome) is m.Suspended else 1 for _, outcome in entries]
+        answers: dict[int, str] = {}
+        for kind in (0, 1, 2):
+            answers |= {at: self.settle_one(*entry) for at, entry in enumerate(entries) if kinds[at] == kind}
+            self.wake_parents()
         return [answers[at] for at in range(len(entries))]
 
     def settle_one(self, lease: m.Lease, outcome: m.Outcome) -> str:
@@ -331,6 +336,8 @@ class RunOracle:
         if failure is not None:
             row.error, row.error_kind, row.error_detail = failure.message, str(failure.kind), failure.detail
             row.positions = failure.positions
+        children = [c for c in self.runs.values() if c.parent_run_id == row.run_id and c.status not in m.TERMINAL and not c.detached]
+        row.orphans = status != "completed" and bool(children)
         for other in self.line(row)[:1] if not in_line else []:
             other.blocked_on = None if other.blocked_on == "sequence" else other.blocked_on
         for node in [self.runs[node] for node, on in self.edges if on == row.run_id and node in self.runs]:
@@ -339,21 +346,29 @@ class RunOracle:
             elif (node.status, node.attempts) == ("suspended", 0):
                 node.wake_after -= 1
                 node.status = "suspended" if node.wake_after else "pending"
-        parent = self.runs.get(row.parent_run_id or "")
-        if parent is not None and parent.status not in m.TERMINAL:
-            parent.wake_seq += 1
-            if parent.status == "suspended" and parent.wake_after:
-                parent.wake_after -= 1
-                if status != "completed" and parent.wake_on_failure:
-                    self.ready(parent)
-                elif parent.wake_after == 0 and parent.wake_delay:
-                    soon = self.clock() + parent.wake_delay
-                    parent.available_at = soon if parent.available_at is None else min(soon, parent.available_at)
-                elif parent.wake_after == 0:
-                    self.ready(parent)
         schedule = self.schedules.get((row.tenant, row.schedule_id or ""))
         if schedule is not None:
             schedule.consecutive_failures = 0 if status == "completed" else schedule.consecutive_failures + 1
+        self.landed.append(row)
+
+    def wake_parents(self) -> None:
+        """After all landings of one write: each parent that lives counts those of its children that landed."""
+        landed, self.landed = self.landed, []
+        for parent in [self.runs[run_id] for run_id in dict.fromkeys(row.parent_run_id or "" for row in landed) if run_id in self.runs]:
+            ends = [row for row in landed if row.parent_run_id == parent.run_id]
+            if parent.status in m.TERMINAL:
+                continue
+            parent.wake_seq += len(ends)
+            if parent.status != "suspended" or not parent.attempts or not parent.wake_after:
+                continue
+            parent.wake_after = max(parent.wake_after - len(ends), 0)
+            soon = self.clock() + parent.wake_delay
+            if parent.wake_on_failure and any(row.status != "completed" for row in ends):
+                self.ready(parent)
+            elif parent.wake_after == 0 and parent.wake_delay:
+                parent.available_at = soon if parent.available_at is None else min(soon, parent.available_at)
+            elif parent.wake_after == 0:
+                self.ready(parent)
 
     # -- what a retry takes out ------------------------------------------------------------------------------------------
 
@@ -393,6 +408,7 @@ class RunOracle:
             return False
         if row.attempts == 0:
             self.land(row, "cancelled", m.Failure(message="", kind="cancelled"))
+            self.wake_parents()
             return True
         first = row.cancel_requested_at is None
         row.cancel_requested_at = self.clock() if first else row.cancel_requested_at

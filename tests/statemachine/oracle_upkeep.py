@@ -73,6 +73,7 @@ class Oracle(RunOracle):
         if not any(record.kind == "pivot" for record in self.journals[row.run_id]):
             row.cancel_refused_at = None
         row.deadline_at = None if row.length is None else self.clock() + row.length
+        row.orphans, row.lease_owner = False, None
         row.retried, row.blocked_on = True, "sequence" if any(self.line(row)) else None
 
     def fork(self, run_id: str, scope: m.Scope, new_run_id: str, from_step: int | str) -> str:
@@ -93,7 +94,7 @@ class Oracle(RunOracle):
         new = Row(
             **dict.fromkeys(FIELDS), positions=(), wake_delay=0, wake_on_failure=False, order=self.serial, retried=False
         )
-        vars(new).update({name: getattr(row, name) for name in copied.split()}, left_by="", length=row.length)
+        vars(new).update({name: getattr(row, name) for name in copied.split()}, left_by="", length=row.length, orphans=False)
         new.run_id, new.status, new.attempts, new.forked_from = new_run_id, "pending", 1, run_id
         new.failures = new.reclaims = new.wake_after = 0
         new.wake_seq = max((r.signal_seq for r in kept if r.signal_seq is not None), default=0)
@@ -183,15 +184,16 @@ class Oracle(RunOracle):
                 self.ready(row)
                 row.blocked_on = "alone" if row.reclaims >= 2 else None
                 returned.append(row.run_id)
+        self.wake_parents()
         return returned, failed
 
     def mend(self, scope: m.Scope) -> None:
         """Without a limit: cancel live children of parents that landed in any state but completed (48)."""
-        for row in self.mine(scope):
-            parent = self.runs.get(row.parent_run_id or "")
-            ended = parent is not None and parent.status in m.TERMINAL - {"completed"}
-            if ended and not row.detached and row.status not in m.TERMINAL and row.cancel_requested_at is None:
-                self.cancel_one(row.run_id, m.ALL, "")
+        for parent in [row for row in self.mine(scope) if row.orphans]:
+            parent.orphans = False
+            for row in [row for row in self.runs.values() if row.parent_run_id == parent.run_id and not row.detached]:
+                if row.status not in m.TERMINAL and row.cancel_requested_at is None:
+                    self.cancel_one(row.run_id, m.ALL, "")
 
     def purge(self, scope: m.Scope, limit: int, older_than: int | None, purged: Iterable[str]) -> None:
         def since(row: Row) -> int:
