@@ -72,7 +72,11 @@ def stated() -> Mapping[str, Sequence[str]]:
         if is_suite(place):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 for rule in named(node.value.value):
                     found[rule].append(f"{place}:{node.lineno}")
     return found

@@ -15,10 +15,11 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from durable import activation as activation_module
+from durable import execution
 from durable.activation import Activation
 from durable.codec import Codec
 from durable.context import Context
-from durable import execution
 from durable.execution import Execution
 from durable.model import (
     Claimed,
@@ -304,7 +305,7 @@ class WatchedExecution(Execution):
 
     def give_up(self, call: Any) -> None:
         super().give_up(call)
-        if call.runner is not None and not call.runner.done() and not call.stopping and not call.recording:
+        if call.runner is not None and not call.runner.done() and not call.runner.cancelling() and not call.recording:
             assert isinstance(self.host, Watched)
             self.host.world.bad.append(("a cancelled step was never told", call.step_id))
 
@@ -346,6 +347,7 @@ async def play(
     """Execute a program from a journal to its end."""
     world = World(seed, messages, history, now)
     World.current = world
+    activation_module.CHUNK_NS = world.random.choice([-1, 10_000_000])  # one record per turn, or as many as there are
     programs.Effects.act = staticmethod(world.act)  # type: ignore[method-assign, assignment]
     marks: dict[int | None, int] = {}
     room: programs.Room | None = None
@@ -373,30 +375,37 @@ async def play(
         task = asyncio.ensure_future(activation.run())
         suspended: Rest | None = None
         idle = own = 0
-        while not task.done():
-            await asyncio.sleep(0)
-            world.turn()
-            turns += 1
-            own += 1
-            if disturbance is not None and turns > disturbance[1] and not activation.over:
-                world.cancelled = world.cancelled or disturbance[0] == "cancel"
-                if disturbance[0] == "cancel":
-                    activation.ask_cancel("")
-                else:
-                    activation.time_out("timeout")
-                disturbance = None
-            rest = activation.rest
-            if rest is not None and suspended is None:
-                if world.random.random() < 0.7:
-                    suspended = rest
-                    await activation.set_aside()
-                else:
-                    _jump(world, rest, activation)
-            need(own < 5_000, "hang")
-            busy = world.in_flight or world.lane or world.reads or activation._queued or activation.execution.running or activation._going_on
-            idle = 0 if busy or rest is not None or task.done() else idle + 1
-            need(idle < 50, "nothing in flight, yet neither ended nor at rest", list(activation.waits), activation.outside.busy)
+        try:
+            while not task.done():
+                await asyncio.sleep(0)
+                world.turn()
+                turns += 1
+                own += 1
+                if disturbance is not None and turns > disturbance[1] and not activation.over:
+                    world.cancelled = world.cancelled or disturbance[0] == "cancel"
+                    if disturbance[0] == "cancel":
+                        activation.ask_cancel("")
+                    else:
+                        activation.time_out("timeout")
+                    disturbance = None
+                rest = activation.rest
+                if rest is not None and suspended is None:
+                    if world.random.random() < 0.7:
+                        suspended = rest
+                        await activation.set_aside()
+                    else:
+                        _jump(world, rest, activation)
+                need(own < 5_000, "hang")
+                busy = world.in_flight or world.lane or world.reads or activation._queued or activation.execution.running or activation._going_on
+                idle = 0 if busy or rest is not None or task.done() else idle + 1
+                need(idle < 50, "nothing in flight, yet neither ended nor at rest", list(activation.waits), activation.outside.busy)
+        finally:
+            if not task.done():  # a rule is broken: leave nothing behind
+                world.lane.clear()
+                task.cancel()
+                await asyncio.wait([task])
         ending = task.result()
+        need(not world.in_flight, "released with a step in flight", world.in_flight)
         need(not world.bad, *(world.bad[0] if world.bad else ()))
         need(world.slots in (0, 1), "slots", world.slots)
         if not isinstance(ending, PutAside):
@@ -423,7 +432,7 @@ async def play(
     if isinstance(ending, Stuck):
         world.judge_stuck(activation)
         need(not world.bad, *(world.bad[0] if world.bad else ()))
-    leaked = [task for task in getattr(activation.body, "tasks", ()) if not task.done()]
+    leaked = asyncio.all_tasks(activation.body)  # type: ignore[arg-type]
     need(not leaked, "leaked branches", leaked)
     return Played(told(ending), room.trace if room else [], marks, world, count, world.rests)
 
