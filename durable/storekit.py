@@ -13,11 +13,35 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 from uuid import UUID
 
 from .errors import ConfigurationError, Conflict, SchemaMismatch
 from .model import ALL, Instant, Names, Scope
+
+# -- values ---------------------------------------------------------------------------------------------------------------
+
+_Value = TypeVar("_Value")
+
+
+def maker(kind: type[_Value]) -> Callable[[Sequence[Any]], _Value]:
+    """A function that makes a frozen value of `durable.model` from its fields, all of them, in their order.
+
+    The constructor of a frozen class sets each field through `object.__setattr__`; for a run, with its fifty fields, that costs as much
+    as the database does. This sets the slots themselves, in a third of the time.
+    """
+    setters = tuple(getattr(kind, field.name).__set__ for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    new = object.__new__
+
+    def make(values: Sequence[Any]) -> _Value:
+        made = new(kind)
+        for setter, value in zip(setters, values, strict=True):
+            setter(made, value)
+        return made
+
+    return make
+
 
 # -- tenants and keys ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +235,7 @@ __all__ = [
     "cursor_of",
     "cursor_values",
     "given_key",
+    "maker",
     "migrations_of",
     "pending",
     "statements",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from durable.model import ALL, RecordKind, RunRecord, Scope, Status, StepRecord
-from durable.storekit import given_key, stored_key, tenant_of, tenant_text
+from durable.storekit import given_key, maker, stored_key, tenant_of, tenant_text
 
 RUN_COLUMNS: Final = (
     "run_id, name, status, tenant_id, input, output, error, error_kind, error_detail, queue, priority, attempts, failures,"
@@ -21,14 +21,18 @@ RUN_COLUMNS: Final = (
     " compensating, parent_run_id, parent_step_id, detached, schedule_id, scheduled_for, forked_from, replay_family,"
     " mismatch_since, progress, keep, tags"
 )
-"""What `run_record` reads, in its order. Also usable behind an alias: `run_columns("r")`."""
+"""What `run_record` reads: the fields of a RunRecord, in their order. Behind an alias: `run_columns("r")`."""
+
+_RUN_WIDTH: Final = RUN_COLUMNS.count(",") + 1
 
 STEP_COLUMNS: Final = "step_id, kind, position, seen, digest, result, created_at, started_at, fence, signal_seq"
-"""What `step_record` reads, in its order."""
+"""What `step_record` reads: the fields of a StepRecord, in their order."""
 
 STEP_ORDER: Final = "position IS NULL, position, created_at, rowid"
 """The order of a journal: by position, attempt rows last."""
 
+_make_run: Final = maker(RunRecord)
+_make_step: Final = maker(StepRecord)
 _STATUS: Final = {str(status): status for status in Status}
 _KIND: Final = {str(kind): kind for kind in RecordKind}
 
@@ -44,76 +48,22 @@ def run_columns(alias: str) -> str:
 
 
 def run_record(row: Sequence[Any]) -> RunRecord:
-    """The run of a row of RUN_COLUMNS."""
-    return RunRecord(
-        run_id=row[0],
-        name=row[1],
-        status=_STATUS[row[2]],
-        tenant=tenant_of(row[3]),
-        input=row[4],
-        output=row[5],
-        error=row[6],
-        error_kind=row[7],
-        error_detail=row[8],
-        queue=row[9],
-        priority=row[10],
-        attempts=row[11],
-        failures=row[12],
-        reclaims=row[13],
-        submitted=row[14],
-        created_at=row[15],
-        updated_at=row[16],
-        started_at=row[17],
-        finished_at=row[18],
-        available_at=row[19],
-        leased_until=row[20],
-        lease_owner=row[21],
-        deadline_at=row[22],
-        purge_at=row[23],
-        cancel_requested_at=row[24],
-        cancel_refused_at=row[25],
-        idempotency_key=None if row[26] is None else given_key(row[26]),
-        coalesce_key=None if row[27] is None else given_key(row[27]),
-        sequence_key=None if row[28] is None else given_key(row[28]),
-        concurrency_key=row[29],
-        blocked_on=row[30],
-        max_attempts=row[31],
-        options=row[32],
-        version=row[33],
-        fingerprint=row[34],
-        seed=row[35],
-        wake_seq=row[36],
-        wake_after=row[37],
-        waiting_for=row[38],
-        compensating=bool(row[39]),
-        parent_run_id=row[40],
-        parent_step_id=row[41],
-        detached=bool(row[42]),
-        schedule_id=None if row[43] is None else given_key(row[43]),
-        scheduled_for=row[44],
-        forked_from=row[45],
-        replay_family=row[46],
-        mismatch_since=row[47],
-        progress=row[48],
-        keep=row[49],
-        tags={} if row[50] == "{}" else json.loads(row[50]),
-    )
+    """The run of a row that begins with RUN_COLUMNS."""
+    values = list(row[:_RUN_WIDTH])
+    values[2] = _STATUS[row[2]]
+    values[3] = tenant_of(row[3])
+    for place in (26, 27, 28, 43):  # stored keys
+        if row[place] is not None:
+            values[place] = given_key(row[place])
+    values[39] = bool(row[39])
+    values[42] = bool(row[42])
+    values[50] = {} if row[50] == "{}" else json.loads(row[50])
+    return _make_run(values)
 
 
 def step_record(row: Sequence[Any]) -> StepRecord:
-    """The record of a row of STEP_COLUMNS."""
-    return StepRecord(
-        step_id=row[0],
-        kind=_KIND[row[1]],
-        position=row[2],
-        seen=row[3],
-        digest=row[4],
-        result=row[5],
-        at=row[6],
-        started_at=row[7],
-        fence=row[8],
-        signal_seq=row[9],
-    )
+    """The record of a row that begins with STEP_COLUMNS."""
+    return _make_step((row[0], _KIND[row[1]], *row[2:10]))
 
 
 __all__ = [
