@@ -349,9 +349,10 @@ class BodyLoop(asyncio.AbstractEventLoop):
         outside, hooks, collecting = events._get_running_loop(), sys.get_asyncgen_hooks(), gc.isenabled()
         ready = self.ready
         left = MOST_CALLBACKS
+        # A collection in here would close generators and run finalizers at moments that no replay repeats: off first, on last.
+        gc.disable()
         events._set_running_loop(self)
         sys.set_asyncgen_hooks(self._generator_started, self._generator_dropped)
-        gc.disable()  # a collection in here would close generators and run finalizers at moments that no replay repeats
         try:
             while ready:
                 handle = ready.popleft()
@@ -368,10 +369,10 @@ class BodyLoop(asyncio.AbstractEventLoop):
                     handle._run()
         finally:
             self.firing = None
-            if collecting:
-                gc.enable()
             sys.set_asyncgen_hooks(*hooks)
             events._set_running_loop(outside)
+            if collecting:
+                gc.enable()
 
     def _generator_started(self, generator: AsyncGenerator[Any, Any]) -> None:
         self.generators[id(generator)] = weakref.ref(generator)

@@ -228,7 +228,8 @@ class Context(_Facts):
         return body
 
     def _here(self, verb: str) -> None:
-        if events._get_running_loop() is not self._host.body:
+        body = self._host.body
+        if events._get_running_loop() is not body and not body.closed:
             raise Misuse(
                 f"ctx.{verb} was called outside the body of the run (in a step, a thread, or another run)",
                 hint="call it in the body and pass the value on; a step takes values, not the context",
