@@ -47,6 +47,7 @@ BUDGETS = {  # seconds of test time, added up over the processes; the first patt
     "crash": ("tests/crash/*", 120),
     "plans": ("tests/plans/*", 90),
     "conformance": ("tests/conformance/*", 120),
+    "sqlite": ("tests/sqlite/*", 60),
     "typing": ("tests/typing/*", 90),
     "engine": ("tests/engine/*", 180),
     "replay": ("tests/replay/*", 120),

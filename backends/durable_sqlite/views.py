@@ -23,12 +23,12 @@ from .rows import RUN_COLUMNS, of_scope, run_record
 RUN = f"SELECT {RUN_COLUMNS} FROM durable_run WHERE run_id = ?"
 DEPTHS = """
 SELECT queue, status, available_at IS NOT NULL, blocked_on IS NOT NULL, error_kind, count(*), min(updated_at) FROM durable_run
-WHERE status <> 'completed' AND status <> 'cancelled' AND (? OR tenant_id IS ?) GROUP BY 1, 2, 3, 4, 5
+WHERE (? OR tenant_id IS ?) GROUP BY 1, 2, 3, 4, 5
 """
-PAUSED_QUEUES = (
-    "SELECT scope_name FROM durable_queue WHERE paused = 1 AND scope_name LIKE 'queue:%' AND (? OR tenant_id IS ?)"
-)
-QUEUE_NAMES = "SELECT DISTINCT queue FROM durable_run WHERE (? OR tenant_id IS ?)"
+PAUSED_QUEUES = """
+SELECT scope_name FROM durable_queue
+WHERE paused = 1 AND scope_name > 'queue:' AND scope_name < 'queue;' AND (? OR tenant_id IS ?)
+"""
 IN_FRONT = """
 SELECT run_id, status FROM durable_run WHERE sequence_key = ? AND status IN ('pending', 'running', 'suspended')
 AND submitted <> ? AND (submitted < ? OR blocked_on IS NOT 'sequence') ORDER BY submitted LIMIT 1
@@ -58,8 +58,10 @@ class _Depth:
             self.running += count
         elif status == Status.SUSPENDED:
             self.suspended += count
-        elif status != Status.PENDING:
+        elif status in (Status.FAILED, Status.TIMED_OUT, Status.FORWARD_INCOMPLETE):
             self.failed_by_kind[kind or status] = self.failed_by_kind.get(kind or status, 0) + count
+        elif status != Status.PENDING:
+            return  # completed and cancelled runs are no news
         elif delayed:
             self.delayed += count
         elif blocked:
@@ -71,7 +73,7 @@ class _Depth:
 
 def stats(con: sqlite3.Connection, now: Instant, scope: Scope) -> list[QueueStats]:
     """Depth, age and failures of every queue that has runs or is paused, by name. Ready counts from when a run became ready."""
-    depths: dict[str, _Depth] = {queue: _Depth() for (queue,) in con.execute(QUEUE_NAMES, of_scope(scope))}
+    depths: dict[str, _Depth] = {}
     for queue, *figures in con.execute(DEPTHS, of_scope(scope)):
         depths.setdefault(queue, _Depth()).add(*figures)
     paused = {name.partition(":")[2] for (name,) in con.execute(PAUSED_QUEUES, of_scope(scope))}
