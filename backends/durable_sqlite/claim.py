@@ -159,7 +159,7 @@ def _take(con: sqlite3.Connection, now: Instant, request: ClaimRequest, rows: Se
     con.executemany(TAKE, [(until, request.mark, now, request.family, now, row[14]) for row in rows])
     runs: list[RunRecord] = []
     for row in rows:  # the row as the statement left it; reading it back would cost as much again
-        values = list(row)
+        values = list(row[:-1])  # without the reason of a cancel
         values[2], values[11], values[20], values[21], values[30], values[38] = (
             "running", row[11] + 1, until, request.mark, None, None,
         )  # fmt: skip

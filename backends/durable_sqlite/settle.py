@@ -159,14 +159,15 @@ def _ending(run_id: str, outcome: Completed | Failed | Cancelled | TimedOut | Fo
 
 
 def _to_pending(con: sqlite3.Connection, now: Instant, row: _Row, outcome: Retry | HandedBack) -> None:
-    run_id, _, attempts, _, _, _, deadline_at, submitted, queue = row
+    run_id, _, attempts, _, asked, _, deadline_at, submitted, queue = row
     retried = isinstance(outcome, Retry)
     failure: Failure | None = outcome.failure
     if isinstance(outcome, Retry):
         removal.take_out(con, now, run_id, attempts, outcome.failure.positions)
     mismatch = not retried and failure is not None and failure.kind == ErrorKind.NON_DETERMINISM
     what = (None, None, None) if failure is None else (failure.message, str(failure.kind), failure.detail)
-    available_at = effective_start(now, now + outcome.after, deadline_at)
+    # An ask that came before the hand-back makes it claimable now, as one that comes after it does (43).
+    available_at = None if asked else effective_start(now, now + outcome.after, deadline_at)
     con.execute(TO_PENDING, (available_at, int(retried), not retried, mismatch, now, *what, now, submitted))
     if available_at is None:
         announce(con, f"queue:{queue}")

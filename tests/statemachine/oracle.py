@@ -317,7 +317,7 @@ class RunOracle:
             row.available_at = self.at(row, self.clock() + outcome.after)
         elif isinstance(outcome, m.HandedBack):
             self.ready(row)
-            row.reclaims, row.available_at = 0, self.at(row, self.clock() + outcome.after)
+            row.reclaims, row.available_at = 0, None if self.asked(row) else self.at(row, self.clock() + outcome.after)
             if outcome.failure is not None and outcome.failure.kind == "non_determinism":
                 row.mismatch_since = self.clock() if row.mismatch_since is None else row.mismatch_since
         else:
