@@ -259,6 +259,7 @@ async def swallower(ctx: durable.Context, how: str) -> str:
 async def test_row_41_a_body_that_swallows_its_cancel_starts_no_new_step_and_lands_cancelled(
     client: durable.Client, how: str
 ) -> None:
+    """Whatever the body makes of its CancelledError (44)."""
     async with worker(client):
         run = await client.start(swallower, how)
         await until(lambda: "at the gate" in log, "the step")
@@ -277,6 +278,7 @@ async def cleans_up_in_finally(ctx: durable.Context) -> None:
 
 
 async def test_row_42_a_body_that_leaves_memory_runs_no_clean_up_in_any_run(client: durable.Client) -> None:
+    """A body that is put aside writes nothing, whatever its finally tries (28a)."""
     runs = [await client.start(cleans_up_in_finally) for _ in range(50)]
     async with worker(client):
         await until(lambda: _all_suspended(client, 50), "50 suspensions")
@@ -295,15 +297,17 @@ async def _all_suspended(client: durable.Client, number: int) -> bool:
 
 
 @durable.step(retry=durable.Retry(5, initial="1ms"))
-async def fails_at_the_gate() -> None:
+async def fails_when_stopped() -> None:
     log.append("try")
-    await gate.wait()
-    raise ConnectionError("later")
+    try:
+        await gate.wait()
+    except asyncio.CancelledError:
+        raise ConnectionError("the cancel cut the line") from None
 
 
 @durable.function(registry=declared, retry=durable.Retry(5, initial="1ms"))
 async def fails_when_cancelled(ctx: durable.Context) -> None:
-    await ctx.step(fails_at_the_gate)
+    await ctx.step(fails_when_stopped)
 
 
 async def test_row_43_a_cancel_and_a_failing_step_that_wants_a_retry_end_cancelled(client: durable.Client) -> None:
@@ -311,7 +315,6 @@ async def test_row_43_a_cancel_and_a_failing_step_that_wants_a_retry_end_cancell
         run = await client.start(fails_when_cancelled)
         await until(lambda: log == ["try"], "the first try")
         assert await run.cancel()
-        gate.set()
         with pytest.raises(durable.RunCancelled):
             await run.result(timeout=PATIENCE)
         assert log == ["try"]
@@ -323,7 +326,7 @@ async def stubborn_note(ctx: durable.Context) -> str:
     return await ctx.step(note, "alive")
 
 
-@durable.function(registry=declared, retry=durable.Retry(5, initial="1h"))
+@durable.function(registry=declared, retry=durable.Retry(5, initial="1h", maximum="1h"))
 async def backs_off(ctx: durable.Context) -> None:
     await ctx.step(note, "tried")
     raise ConnectionError("later")
@@ -375,6 +378,7 @@ async def times_out_a_step(ctx: durable.Context) -> None:
 
 
 async def test_row_47_five_ends_of_time_are_told_apart(client: durable.Client) -> None:
+    """By what ended it, in the order of rule 47."""
     async with worker(client, grace="0s"):
         with pytest.raises(durable.RunFailed) as own:
             await client.run(times_out_itself)
@@ -479,6 +483,7 @@ async def returns_what_can_not_be_stored(ctx: durable.Context, kind: int) -> Non
 async def test_row_51_what_can_not_be_stored_is_a_typed_error_and_no_endless_retry(
     client: durable.Client, kind: int
 ) -> None:
+    """Refused with a typed error before a record exists (22)."""
     async with worker(client):
         with pytest.raises(durable.RunFailed) as caught:
             await client.run(returns_what_can_not_be_stored, kind)
@@ -729,6 +734,7 @@ async def shows_what_it_gets(ctx: durable.Context) -> None:
 
 
 async def test_row_60_what_a_body_gets_on_replay_is_what_it_got_the_first_time(client: durable.Client) -> None:
+    """Live is the decoded form of what was stored (22); empty results are results (23)."""
     seen.clear()
     async with worker(client):
         run = await client.start(shows_what_it_gets)
@@ -755,6 +761,7 @@ async def polls(ctx: durable.Context) -> list[int]:
 
 
 async def test_row_61_the_same_call_again_is_another_step(client: durable.Client) -> None:
+    """The n-th call of a name is a step of its own (18)."""
     global counter
     counter = 0
     async with worker(client):
@@ -820,8 +827,53 @@ async def asks_in_threads(ctx: durable.Context, name: str) -> list[str]:
 
 
 async def test_row_101_context_variables_reach_steps_in_threads_and_do_not_leak(client: durable.Client) -> None:
+    """Steps that are plain functions have threads (28b)."""
     async with worker(client):
         names = [f"request {number}" for number in range(30)]
         runs = await client.start_many(asks_in_threads, names)
         for name, run in zip(names, runs, strict=True):
             assert await run.result(timeout=PATIENCE) == [name] * 3
+
+
+@durable.function(registry=declared)
+async def leaves_a_branch(ctx: durable.Context) -> str:
+    asyncio.create_task(_branch(ctx))  # noqa: RUF006 -- nobody waits for it, which is the point
+    return await ctx.step(note, "main")
+
+
+async def _branch(ctx: durable.Context) -> None:
+    try:
+        await ctx.sleep(3600)
+    except asyncio.CancelledError:
+        log.append("branch ended")
+        raise
+
+
+async def test_row_42_the_branches_of_a_body_end_before_its_run_lands(client: durable.Client) -> None:
+    """A body that is over ends its branches (28)."""
+    async with worker(client):
+        assert await client.run(leaves_a_branch) == "main"
+        assert log == ["main", "branch ended"]
+
+
+async def tells_its_key() -> str:
+    log.append(durable_key.get()())
+    raise ConnectionError("again")
+
+
+durable_key: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar("durable_key")
+
+
+@durable.function(registry=declared)
+async def pays(ctx: durable.Context) -> None:
+    durable_key.set(lambda: ctx.step_key)
+    await ctx.step(durable.step(retry=durable.Retry(3, initial="1ms"))(tells_its_key))
+
+
+async def test_row_19_every_try_of_a_step_has_the_same_key_for_services_outside(client: durable.Client) -> None:
+    """The key is the run and the step, over all tries (27)."""
+    async with worker(client):
+        run = await client.start(pays)
+        with pytest.raises(durable.RunFailed):
+            await run.result(timeout=PATIENCE)
+    assert log == [f"{run.id}:tells_its_key"] * 3

@@ -1,4 +1,4 @@
-"""Every hot operation reads what it takes and no more: 700,000 rows beside it change neither its plan nor its work.
+"""Every hot operation reads what it takes and no more: 700,000 rows beside it change neither its plan nor its work (10).
 
 Two files are built once: a large one (200,000 ready, 200,000 delayed, 200,000 finished, 50,000 suspended, and 50,000 ready rows of an
 unknown function in front) and one with 1,000 of each. Each operation runs on both. No plan may scan the table of runs, the index
