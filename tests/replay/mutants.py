@@ -29,10 +29,23 @@ class Mutant:
     new: str
     probe: str | None = None
     lane: str = "asyncio"
+    start: int = 0
+    """The first seed: where a program lies near that shows it, so that CI does not search for long."""
+
+    also: tuple[tuple[Any, str, str, str], ...] = ()
+    """More changes that belong to the same fault."""
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
         """The fault is in the code."""
+        with contextlib.ExitStack() as stack:
+            for owner, function, old, new in self.also:
+                stack.enter_context(Mutant(self.name, owner, function, old, new).planted())
+            stack.enter_context(self._changed())
+            yield
+
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[None]:
         original = inspect.getattr_static(self.owner, self.function)
         is_property = isinstance(original, property)
         plain = original.fget if is_property else original
@@ -91,6 +104,7 @@ CAUGHT = [
         "_write",
         "host.over or not host.journal.settled or host.journal.cursor != frontier",
         "host.over",
+        also=((ACTIVATION, "_proceed", "if event is not None and self.journal.settled:", "if event is not None:"),),
     ),
     Mutant(
         "time is the clock, not the record",
@@ -98,6 +112,7 @@ CAUGHT = [
         "_deliver_one",
         "body.now = max(body.now, record.at)",
         "body.now = max(body.now, self.recorder.clock())",
+        start=6,
     ),
     Mutant("branches are held weakly", LOOP, "create_task", "self.tasks[task] = None", "pass"),
     Mutant(
@@ -120,6 +135,7 @@ CAUGHT = [
         "_proceed",
         "elif self.waits or",
         "elif (self.waits and self.next_due() is not None) or",
+        start=48,
     ),
     Mutant("a cancelled step is left alone", execution.Execution, "_cancel", "call.runner.cancel()", "pass"),
     Mutant(

@@ -275,6 +275,10 @@ class Watched(Activation):
 
     def _deliver_one(self, record: StepRecord) -> bool:
         self.marks[record.position] = len(self.trace())
+        if record.signal_seq is not None:
+            waiter = self.calls.get(record.step_id)
+            if waiter is not None and waiter.done():  # type: ignore[attr-defined]
+                self.world.bad.append(("a signal was taken by a wait that the body had given up", record.step_id))
         return super()._deliver_one(record)
 
 
