@@ -166,6 +166,8 @@ class Signature:
             if shape is None:
                 raise SerializationError(f"{self.name} has no parameter {name!r}, but one is stored", path=f"$.{name}")
             kwargs[name] = shape.from_plain(named[name], f"$.{name}")
+        if self._simple and not kwargs and len(args) == len(self._positional):
+            return tuple(args), kwargs  # the usual form fits by its shape; `bind` would take most of the time of a decode
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
