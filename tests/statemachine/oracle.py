@@ -101,7 +101,7 @@ class RunOracle:
             setattr(row, name, getattr(new, name))
         row.status, row.created_at, row.submitted = "pending", self.clock(), self.serial
         row.attempts = row.failures = row.reclaims = row.wake_seq = row.wake_after = 0
-        row.compensating, row.tags, row.left_by, row.orphans = False, dict(new.tags), "", False
+        row.compensating, row.tags, row.orphans = False, dict(new.tags), False
         if new.deadline_after is not None:
             row.deadline_at = self.clock() + new.deadline_after
         parent = self.runs.get(new.parent_run_id or "")
@@ -291,14 +291,14 @@ class RunOracle:
             same = row is not None and (row.attempts, row.lease_owner) == (lease.attempts, lease.mark)
             return (
                 "landed"
-                if same and row and row.status == self.state_after(outcome) and row.left_by == "settle"
+                if same and row and row.status == self.state_after(outcome)
                 else "lost"
             )
         if not isinstance(outcome, m.Cancelled | m.HandedBack) and self.asked(row):
             return "woken"
         if isinstance(outcome, m.Suspended) and outcome.wake_seq != row.wake_seq:
             return "woken"
-        row.left_by, row.leased_until = "settle", None
+        row.leased_until = None
         if isinstance(outcome, m.Completed):
             self.land(row, "completed", None, outcome.output)
         elif isinstance(outcome, m.Suspended):
@@ -387,7 +387,11 @@ class RunOracle:
                 child.parent_step_id += f"@{row.attempts}"
                 if not child.detached:
                     self.cancel_one(child.run_id, m.ALL, "")
-        gone |= {r.step_id for r in journal if r.kind == "attempt" and r.step_id.rpartition("@")[0] in gone}
+        recorded = {r.step_id for r in journal if r.kind != "attempt"}
+        for record in journal:  # attempt rows go and stay with the record of their step
+            step = record.step_id.rpartition("@")[0]
+            if record.kind == "attempt" and step in recorded:
+                gone = gone | {record.step_id} if step in gone else gone - {record.step_id}
         left = self.journals[row.run_id] = [r for r in journal if r.step_id not in gone]
         kinds = {r.kind for r in journal} - {r.kind for r in left}
         row.compensating = row.compensating and "compensation" not in kinds

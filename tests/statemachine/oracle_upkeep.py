@@ -87,14 +87,13 @@ class Oracle(RunOracle):
         kept = [r for r in journal if r.position is not None and cut is not None and r.position < cut]
         names = {r.step_id for r in kept}
         childless = [r for r in kept if r.kind == "start" and f"{r.step_id}:end" not in names]
-        horizon = min((r.position for r in childless if r.position is not None), default=10_000)
-        kept = [dataclasses.replace(r, fence=1) for r in kept if r not in childless and r.seen < horizon]
+        kept = [dataclasses.replace(r, fence=1) for r in kept if r not in childless]
         self.serial += 1
         copied = "name tenant input queue priority max_attempts options version fingerprint seed keep sequence_key concurrency_key"
         new = Row(
             **dict.fromkeys(FIELDS), positions=(), wake_delay=0, wake_on_failure=False, order=self.serial, retried=False
         )
-        vars(new).update({name: getattr(row, name) for name in copied.split()}, left_by="", length=row.length, orphans=False)
+        vars(new).update({name: getattr(row, name) for name in copied.split()}, length=row.length, orphans=False)
         new.run_id, new.status, new.attempts, new.forked_from = new_run_id, "pending", 1, run_id
         new.failures = new.reclaims = new.wake_after = 0
         new.wake_seq = max((r.signal_seq for r in kept if r.signal_seq is not None), default=0)
@@ -176,13 +175,13 @@ class Oracle(RunOracle):
         returned, failed = [], []
         for row in sorted(lapsed, key=lambda row: row.leased_until)[:limit]:
             made = any(record.fence == row.attempts for record in self.journals[row.run_id])
-            row.reclaims, row.left_by, row.leased_until = 0 if made else row.reclaims + 1, "sweep", None
+            row.reclaims, row.leased_until = 0 if made else row.reclaims + 1, None
             if row.reclaims > max_reclaims and not row.compensating:
                 self.land(row, "failed", m.Failure(message="", kind="reclaim_limit"))
                 failed.append(row.run_id)
             else:
                 self.ready(row)
-                row.blocked_on = "alone" if row.reclaims >= 2 else None
+                row.blocked_on, row.lease_owner = "alone" if row.reclaims >= 2 else None, None
                 returned.append(row.run_id)
         self.wake_parents()
         return returned, failed
