@@ -276,3 +276,18 @@ def test_due_fires_what_is_on_time_and_of_the_late_ones_none_the_newest_or_the_n
 def test_due_before_its_instant_fires_nothing() -> None:
     since = datetime(2026, 1, 2, tzinfo=UTC)
     assert cron.due("0 0 * * *", since, since - timedelta(hours=3)) == ((), since)
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("0 0 * 1-1 *", "0 0 * 1 *"),  # croniter 7.0 reads the first as every month
+        ("0 0 * * 6/7", "0 0 * * 6"),  # croniter 6.0 reads the first as Sunday
+        ("0 0 * * 7-7/7", "0 0 * * 0"),
+        ("50/5 3-3/2 * * *", "50,55 3 * * *"),
+        ("0 0 * * mon-FRI", "0 0 * * 1,2,3,4,5"),
+    ],
+)
+def test_ranges_and_steps_mean_their_values_in_every_release_of_the_parser(short: str, long: str) -> None:
+    base = datetime(2026, 2, 3, tzinfo=UTC)
+    assert list(islice(cron.occurrences(short, base), 20)) == list(islice(cron.occurrences(long, base), 20))

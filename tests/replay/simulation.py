@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from durable import activation as activation_module
@@ -289,7 +290,18 @@ async def _pause(span: int) -> None:
         await asyncio.sleep(0)
 
 
-execution.pause = _pause
+@contextlib.contextmanager
+def _simulated(world: World) -> Iterator[None]:
+    """Pauses take the world's time, and replay comes in chunks of one record, or in one."""
+    World.current = world
+    programs.Effects.act = staticmethod(world.act)  # type: ignore[method-assign, assignment]
+    pause, chunk = execution.pause, activation_module.CHUNK_NS
+    execution.pause = _pause
+    activation_module.CHUNK_NS = world.random.choice([-1, 10_000_000])
+    try:
+        yield
+    finally:
+        execution.pause, activation_module.CHUNK_NS = pause, chunk
 
 
 class WatchedExecution(Execution):
@@ -350,9 +362,11 @@ async def play(
 ) -> Played:
     """Execute a program from a journal to its end."""
     world = World(seed, messages, history, now)
-    World.current = world
-    activation_module.CHUNK_NS = world.random.choice([-1, 10_000_000])  # one record per turn, or as many as there are
-    programs.Effects.act = staticmethod(world.act)  # type: ignore[method-assign, assignment]
+    with _simulated(world):
+        return await _play(tree, world, disturbance, cancelled)
+
+
+async def _play(tree: programs.Node, world: World, disturbance: Disturbance, cancelled: bool) -> Played:
     marks: dict[int | None, int] = {}
     room: programs.Room | None = None
     turns = 0
@@ -362,9 +376,9 @@ async def play(
         room = programs.Room(ctx)
         return await programs.evaluate(tree, room)
 
-    if any(record.step_id in (":cancel", ":timeout") for record in history):
+    if any(record.step_id in (":cancel", ":timeout") for record in world.durable):
         disturbance = None
-        world.cancelled = any(record.step_id == ":cancel" for record in history)
+        world.cancelled = any(record.step_id == ":cancel" for record in world.durable)
     world.cancelled = world.cancelled or cancelled
     inbox: Inbox | None = None
     for count in range(1, 400):

@@ -144,9 +144,17 @@ async def test_a_truncated_database_is_a_store_error_that_says_damaged(tmp_path:
     await store.enqueue([new_run() for _ in range(50)])
     await store.close()
     path.write_bytes(path.read_bytes()[: 4096 * 3])
-    with pytest.raises(DurableError) as error:
+
+
+    async def used() -> None:
         store = await opened(path)
-        await store.enqueue([new_run() for _ in range(200)])
+        try:
+            await store.enqueue([new_run() for _ in range(200)])
+        finally:
+            await store.close()
+
+    with pytest.raises(DurableError) as error:
+        await used()
     assert error.value.code in ("store", "store_unavailable", "schema_mismatch")
     assert says_what_to_do(error)
 
