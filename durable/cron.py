@@ -185,7 +185,7 @@ def _parse(expression: str) -> Fields:
 
 
 def _checked(item: str, what: str, lowest: int, highest: int, names: dict[str, int], expression: str) -> str:
-    """The item as croniter understands it rightly. Raises RegistrationError for one that is not of our grammar."""
+    """The item as a list of values. Raises RegistrationError for one that is not of our grammar."""
 
     def refuse(why: str) -> RegistrationError:
         return RegistrationError(
@@ -210,9 +210,12 @@ def _checked(item: str, what: str, lowest: int, highest: int, names: dict[str, i
         raise refuse("the range runs backwards" + (" (Sunday at its end is 7)" if bounds[1] == 0 and names else ""))
     if step is not None and not 1 <= int(step) <= highest:
         raise refuse(f"a step of {int(step)}")
-    if len(bounds) == 2 and bounds[0] == bounds[1]:
-        return str(bounds[0])  # croniter takes a range of one value for the whole field
-    return item
+    if item == "*":
+        return item
+    # Written out, since croniter's releases read ranges differently: 7.0 takes `1-1` for the whole field, 6.0 loses the 6 of `6/7`.
+    begin = bounds[0] if bounds else lowest
+    end = bounds[-1] if len(bounds) == 2 or (bounds and step is None) else highest
+    return ",".join(map(str, range(begin, end + 1, int(step or 1))))
 
 
 @functools.cache
