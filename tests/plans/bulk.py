@@ -91,18 +91,17 @@ class Microscope:
         self.loop = asyncio.new_event_loop()
         connect = sqlite3.connect
 
-        def watched(*args: Any, **options: Any) -> sqlite3.Connection:
-            con = connect(*args, **options)
-            con.set_trace_callback(self.statements.append)
-            con.set_progress_handler(self._step, self.GRAIN)
+        def watched(target: Any, *args: Any, **options: Any) -> sqlite3.Connection:
+            con = connect(target, *args, **options)
+            if str(target) == str(path):  # another microscope may look at another file at the same time
+                con.set_trace_callback(self.statements.append)
+                con.set_progress_handler(self._step, self.GRAIN)
             return con
 
         # The readers are opened at the first read: the patch stays until the end.
         self.patch = mock.patch("sqlite3.connect", watched)
         self.patch.start()
         self.store: Store = self.do(backend.open(f"sqlite:///{path}", settings=Settings(), clock=lambda: self.time))
-        self.patch.stop()
-        self.patch.start()
 
     def _step(self) -> int:
         self.steps += self.GRAIN
