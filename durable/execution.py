@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import steps
 from .calls import Pending
 from .codec import error_data, plain, value_envelope
-from .errors import WorkerStopped
+from .errors import LeaseLost, WorkerStopped
 from .model import Instant, NewRecord, RecordKind
 from .settings import SECOND, Micros
 from .threadbody import ThreadBody
@@ -150,6 +150,8 @@ class Execution:
         threads = host.body.run_here if isinstance(host.body, ThreadBody) else self._in_thread
         args, kwargs = steps.isolated(plan, call.args, call.kwargs, call.arguments, host.codec)
         while True:
+            if not recorder.held():
+                raise LeaseLost(f"the lease ended before the step {call.step_id} was begun")
             call.attempted = attempted = await steps.attempt(
                 plan,
                 args,

@@ -53,6 +53,10 @@ class Recorder(Protocol):
         """The store's clock as this process estimates it."""
         ...
 
+    def held(self) -> bool:
+        """May this worker still act for the run? Past the end of its lease, by the monotonic clock, no step is begun (14)."""
+        ...
+
     async def append(self, record: NewRecord) -> StepRecord:
         """Durable when it returns. The records of a run go out in the order of the calls. A record that is there already is returned
         as stored. Raises LeaseLost when fenced out; retries StoreUnavailable itself until the lease has ended; any other

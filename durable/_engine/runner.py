@@ -297,6 +297,10 @@ class Running:
         """The store's clock as this process estimates it."""
         return self.host.store.clock()
 
+    def held(self) -> bool:
+        """Past the end of the lease no step is begun (14)."""
+        return self.hold.valid()
+
     def append(self, record: NewRecord) -> Coroutine[Any, Any, StepRecord]:
         """Durable when it returns."""
         if self.hold.progress is not None:

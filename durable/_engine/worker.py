@@ -100,6 +100,7 @@ class Worker:
         self._held: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._per_queue: dict[str, int] = {}
+        self._alone: set[Running] = set()  # runs that were taken alone and have made no record yet
         self._claims = 0
 
     # -- the life of a worker -------------------------------------------------------------------------------------------
@@ -341,7 +342,7 @@ class Worker:
         if self._held:
             if boottime() < self._room_for_alone_until:
                 return 0  # for at most one grace period nothing else is claimed (15)
-            if any(running.alone for running in self._held.values()):
+            if self._alone:
                 return 0
         return free
 
@@ -403,6 +404,8 @@ class Worker:
         self.slots.occupy()
         running = Running(self, claimed, function, hold)
         self._held[run.run_id] = running
+        if running.alone:
+            self._alone.add(running)
         self._per_queue[run.queue] = self._per_queue.get(run.queue, 0) + 1
         if self.events.wanted:
             self.events.emit(
@@ -424,6 +427,7 @@ class Worker:
         run = running.claimed.run
         if self._held.get(run.run_id) is running:
             del self._held[run.run_id]
+        self._alone.discard(running)
         self._per_queue[run.queue] -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
             self.events.emit(EngineFault(where=f"run {run.run_id}", error=f"{type(error).__name__}: {error}"))
@@ -478,7 +482,8 @@ class Worker:
         return rest is not None and (self.draining or self._resting > self.settings.max_parked)
 
     def recorded(self, running: Running) -> None:
-        """A run that was taken alone made a record: others may be claimed beside it."""
+        """A run that was taken alone makes a record: others may be claimed beside it."""
+        self._alone.discard(running)
         self._news()
 
     def due(self, instant: Instant) -> None:

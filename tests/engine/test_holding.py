@@ -636,3 +636,15 @@ async def test_what_a_killed_worker_held_is_taken_up_by_another(tmp_path: Path, 
         (run,) = [run async for run in client.runs()]
         assert await run.result() == 70
         assert run.record.reclaims == 1
+
+
+async def test_past_the_end_of_its_lease_a_worker_begins_no_step(client: durable.Client, seen: Seen) -> None:
+    async with worker(client) as working:
+        run = await client.start(sleeps, 0.3)
+        await until(lambda: "before" in log)
+        (held,) = working._held.values()
+        held.hold.valid_until = 0  # as after a suspend of the machine: nothing has told the worker yet
+        await until(lambda: seen.of(LeaseLapsed), "the lease given up")
+        await until(lambda: working.held == 0)
+    assert log == ["before"]
+    assert (await run.refresh()).status == "running"

@@ -153,6 +153,9 @@ class World:
     def run_blocking(self, call: Callable[[], Any]) -> Any:
         return asyncio.get_running_loop().run_in_executor(None, call)
 
+    def held(self) -> bool:
+        return True
+
     def give_slot(self, rest: Rest) -> None:
         self.slots -= 1
         self.rests += 1

@@ -111,6 +111,9 @@ class Stage:
     def run_blocking(self, call: Callable[[], Any]) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(None, call)
 
+    def held(self) -> bool:
+        return True
+
     def give_slot(self, rest: Rest) -> None:
         self.slots.append("given")
         self.rests.append(rest)
