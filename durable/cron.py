@@ -212,10 +212,12 @@ def _checked(item: str, what: str, lowest: int, highest: int, names: dict[str, i
         raise refuse(f"a step of {int(step)}")
     if item == "*":
         return item
-    # Written out, since croniter's releases read ranges differently: 7.0 takes `1-1` for the whole field, 6.0 loses the 6 of `6/7`.
+    # Written out, since croniter's releases read them differently: 7.0 takes `1-1` for the whole field, 6.0 loses the 6 of `6/7`
+    # and refuses a Sunday that is 7 beside seconds.
     begin = bounds[0] if bounds else lowest
     end = bounds[-1] if len(bounds) == 2 or (bounds and step is None) else highest
-    return ",".join(map(str, range(begin, end + 1, int(step or 1))))
+    chosen = range(begin, end + 1, int(step or 1))
+    return ",".join(str(value % 7 if names is _WEEKDAYS else value) for value in chosen)
 
 
 @functools.cache

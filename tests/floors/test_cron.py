@@ -284,6 +284,7 @@ def test_due_before_its_instant_fires_nothing() -> None:
         ("0 0 * 1-1 *", "0 0 * 1 *"),  # croniter 7.0 reads the first as every month
         ("0 0 * * 6/7", "0 0 * * 6"),  # croniter 6.0 reads the first as Sunday
         ("0 0 * * 7-7/7", "0 0 * * 0"),
+        ("0 0 * * 6,7 0,30", "0 0 * * 0,6 0,30"),  # croniter 6.0 refuses the first
         ("50/5 3-3/2 * * *", "50,55 3 * * *"),
         ("0 0 * * mon-FRI", "0 0 * * 1,2,3,4,5"),
     ],
