@@ -50,8 +50,31 @@ SELECT {STEP_COLUMNS}, run_id FROM durable_step WHERE run_id IN (SELECT value FR
 """
 
 
+_COLUMNS: Final = f"{RUN_COLUMNS}, cancel_reason"
+ONE: Final = f"SELECT {RUN_COLUMNS} FROM durable_run WHERE submitted = ?"
+JOURNAL: Final = f"SELECT {STEP_COLUMNS} FROM durable_step WHERE run_id = ?"
+
+
 def claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list[Claimed]:
-    """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8)."""
+    """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8).
+
+    A run whose row or journal can not be read never strands its batch: it lands failed, kind payload, and the others go on (9).
+    """
+    while True:
+        con.execute("SAVEPOINT claim")
+        try:
+            answer = _claim(con, now, request)
+        except Exception as error:
+            con.execute("ROLLBACK TO claim")
+            con.execute("RELEASE claim")
+            if not _damaged(error) or not _land_unreadable(con, now, request):
+                raise
+        else:
+            con.execute("RELEASE claim")
+            return answer
+
+
+def _claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list[Claimed]:
     held = [run_record(row) for row in con.execute(HELD, (request.mark,))]
     if held:
         return _with_history(con, held, [run.run_id for run in held])  # it may have written since
@@ -86,12 +109,15 @@ def _paused(con: sqlite3.Connection, request: ClaimRequest) -> frozenset[str]:
     return frozenset(queue for queue in request.queues if f"queue:{queue}" in names)
 
 
-def _heads(con: sqlite3.Connection, request: ClaimRequest, queue: str, routes: str, limit: int) -> list[tuple[Any, ...]]:
+def _heads(
+    con: sqlite3.Connection, request: ClaimRequest, queue: str, routes: str, limit: int, *, columns: str = _COLUMNS
+) -> list[tuple[Any, ...]]:
     if request.scope is ALL:
-        return con.execute(HEADS, (queue, routes, limit)).fetchall()
+        return con.execute(HEADS.replace(_COLUMNS, columns), (queue, routes, limit)).fetchall()
     if request.scope is None:
-        return con.execute(HEADS_UNTAGGED, (queue, routes, limit)).fetchall()
-    return con.execute(HEADS_OF_TENANT, (tenant_text(request.scope), queue, routes, limit)).fetchall()
+        return con.execute(HEADS_UNTAGGED.replace(_COLUMNS, columns), (queue, routes, limit)).fetchall()
+    text = HEADS_OF_TENANT.replace(_COLUMNS, columns)
+    return con.execute(text, (tenant_text(request.scope), queue, routes, limit)).fetchall()
 
 
 def _from_queue(
@@ -168,6 +194,51 @@ def _take(con: sqlite3.Connection, now: Instant, request: ClaimRequest, rows: Se
         values[16] = now
         runs.append(run_record(values))
     return runs
+
+
+# -- damaged rows -----------------------------------------------------------------------------------------------------------
+
+
+def _damaged(error: Exception) -> bool:
+    """Whether it is the stored value that can not be read. SQLite's own faults carry a code; undecodable text does not."""
+    if isinstance(error, sqlite3.OperationalError):
+        return getattr(error, "sqlite_errorcode", None) is None
+    return isinstance(error, (ValueError, KeyError, TypeError))
+
+
+def _land_unreadable(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> bool:
+    """Look at the heads one by one and land those that can not be read. False: there are none, so the fault lies elsewhere."""
+    everybody, routes, limit = request.scope is ALL, _routes(request), request.limit
+    tenant = None if request.scope is ALL else tenant_text(request.scope)
+    suspects: list[tuple[int, str]] = []
+    for queue in request.queues:
+        suspects += _heads(con, request, queue, routes, limit, columns="submitted, run_id")
+    alone = HEADS_ALONE.replace(_COLUMNS, "submitted, run_id")
+    suspects += con.execute(alone, (everybody, tenant, json.dumps(list(request.queues)), routes, limit)).fetchall()
+    failure = Failure(message="its stored row or journal can not be read: it is damaged", kind=ErrorKind.PAYLOAD)
+    bad = [
+        landing.Ending(run_id=run_id, status=Status.FAILED, failure=failure)
+        for submitted, run_id in suspects
+        if not _readable(con, submitted, run_id)
+    ]
+    if bad:
+        landing.land(con, now, bad)
+    return bool(bad)
+
+
+def _readable(con: sqlite3.Connection, submitted: int, run_id: str) -> bool:
+    try:
+        run_record(con.execute(ONE, (submitted,)).fetchone())
+        for row in con.execute(JOURNAL, (run_id,)):
+            step_record(row)
+    except Exception as error:
+        if _damaged(error):
+            return False
+        raise
+    return True
+
+
+# -- what goes out ----------------------------------------------------------------------------------------------------------
 
 
 def _claimed(con: sqlite3.Connection, runs: Sequence[RunRecord]) -> list[Claimed]:

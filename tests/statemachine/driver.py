@@ -78,11 +78,20 @@ class Driver:
         assert list(got) == [found.get(run_id) for run_id in [*ids, *self.gone]], "get and find show the same"
         for run_id, pulse in zip(ids, pulses, strict=True):
             run = found[run_id]
-            shown = pulse and (pulse.run_id, pulse.status, pulse.attempts, pulse.wake_seq, pulse.updated_at, pulse.progress)
+            shown = pulse and (
+                pulse.run_id,
+                pulse.status,
+                pulse.attempts,
+                pulse.wake_seq,
+                pulse.updated_at,
+                pulse.progress,
+            )
             assert shown == (run_id, run.status, run.attempts, run.wake_seq, run.updated_at, run.progress), "the pulse"
             self._compare_run(run, oracle.runs[run_id])
         order = sorted(found.values(), key=lambda run: run.submitted)
-        assert [run.run_id for run in order] == sorted(ids, key=lambda one: oracle.runs[one].order), "the order of submission"
+        assert [run.run_id for run in order] == sorted(ids, key=lambda one: oracle.runs[one].order), (
+            "the order of submission"
+        )
         states = {run_id: (found[run_id], tuple(oracle.journals[run_id])) for run_id in ids}
         changed = [run_id for run_id in ids if every_journal or self.compared.get(run_id) != states[run_id]]
         histories = await asyncio.gather(*(store.history(run_id, scope=m.ALL) for run_id in changed))

@@ -26,6 +26,20 @@ LEASE = 10 * SECOND + 1  # odd, where every move of the clock is even: no lease 
 TENANT = m.tenant_id("acme")
 REACHED: set[tuple[m.Status | None, m.Status, str]] = set()
 FUNCTIONS = [("f", None), ("f", "1"), ("g", None)]
+SCENES = [
+    "nothing",
+    "held",
+    "graph",
+    "broken graph",
+    "late",
+    "family",
+    "lapsed",
+    "poisoned",
+    "asleep",
+    "asked",
+    "again",
+    "ended",
+]
 PICK = st.integers(0, 40)
 FEW = st.integers(1, 4)
 SCOPES = st.sampled_from([m.ALL, m.ALL, None, TENANT])
@@ -56,6 +70,14 @@ OUTCOMES = st.sampled_from(
 
 
 class Machine(RuleBasedStateMachine):
+    """The holder's half; the scenes also use the other one's `promote`, `sweep`, `send`, `ask` and `retry_one`."""
+
+    promote: Any
+    sweep: Any
+    send: Any
+    ask: Any
+    retry_one: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.driver = Driver()
@@ -71,23 +93,46 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.driver.close()
 
-    @initialize(scene=st.sampled_from(["nothing", "held", "graph", "family", "lapsed", "ended"]))
+    @initialize(scene=st.sampled_from(SCENES))
     def scene(self, scene: str) -> None:
-        """Where an example begins: some states lie too deep to be found often."""
-        if scene == "graph":
+        """Where an example begins. Some states lie too deep to be found often; together the scenes make every transition."""
+        if scene == "nothing":
+            return
+        if scene in ("graph", "broken graph"):
             self.submit_graph(None, None)
-        elif scene != "nothing":
+        elif scene == "late":
+            self.submit([self.new(name="f", deadline_after=4 * SECOND), self.new(name="f")])
+            self.driver.time += 6 * SECOND
+        else:
             self.submit([self.new(name="f") for _ in range(4)])
-        leases = self.claim_by(self.request()) if scene != "nothing" else []
-        if scene == "family":
+        leases = self.claim_by(self.request(queues={"default": 9}))
+        if scene == "broken graph":
+            self.settle_all(leases[-1:], ["failed"])
+            self.retry_one(leases[-1].run_id)
+        elif scene == "family":
             for lease in leases[:2] * 2:
                 self.append_one(lease, "start")
             self.claim_by(self.request())
-        elif scene == "lapsed":
+        elif scene in ("lapsed", "poisoned"):
             self.driver.time += 12 * SECOND
+            self.sweep(max_reclaims=0 if scene == "poisoned" else 3)
+        elif scene == "asleep":
+            self.settle_all(leases, ["suspended"] * 4)
+            self.send(0)
+        elif scene == "asked":
+            self.ask([lease.run_id for lease in leases], m.ALL)
+            self.settle_all(leases, ["handed_back", "mismatch", "cancelled"])
+            self.claim_by(self.request())
+        elif scene == "again":
+            self.settle_all(leases, ["failed", "cancelled", "timed_out", "forward_incomplete"])
+            for lease in leases:
+                self.retry_one(lease.run_id)
         elif scene == "ended":
-            kinds = ("failed", "cancelled", "timed_out", "forward_incomplete")
-            self.settle_by([(lease, self.outcome(lease, kind, 0)) for lease, kind in zip(leases, kinds, strict=False)])
+            self.settle_all(leases, ["completed", "retry", "timed_out", "forward_incomplete"])
+
+    def settle_all(self, leases: list[m.Lease], outcomes: list[str]) -> None:
+        pairs = zip(leases, outcomes, strict=False)
+        self.settle_by([(lease, self.outcome(lease, how, 0)) for lease, how in pairs])
 
     # -- tools -----------------------------------------------------------------------------------------------------------
 
@@ -182,9 +227,7 @@ class Machine(RuleBasedStateMachine):
     @rule(
         limit=FEW, functions=st.sampled_from([FUNCTIONS, FUNCTIONS, FUNCTIONS[:1]]), scope=SCOPES, alone=st.booleans()
     )
-    def claim(
-        self, limit: int = 4, functions: Any = FUNCTIONS, scope: Any = m.ALL, alone: bool = False
-    ) -> None:
+    def claim(self, limit: int = 4, functions: Any = FUNCTIONS, scope: Any = m.ALL, alone: bool = False) -> None:
         self.claim_by(self.request(limit=limit, functions=functions, scope=scope, alone=alone))
 
     @rule(family=st.sampled_from(["new", "newer"]), most=st.integers(1, 2), queue=st.sampled_from(["default", "other"]))

@@ -27,7 +27,9 @@ class WholeMachine(Machine):
     @precondition(lambda self: self.oracle.runs)
     @rule(picks=st.lists(PICK, min_size=1, max_size=2, unique=True), scope=SCOPES)
     def request_cancel(self, picks: list[int], scope: Any = m.ALL) -> None:
-        ids = list(dict.fromkeys(self.run_id(pick) for pick in picks)) + ["nobody"]
+        self.ask([*dict.fromkeys(self.run_id(pick) for pick in picks), "nobody"], scope)
+
+    def ask(self, ids: list[str], scope: Any) -> None:
         with self.watched("cancel"):
             wanted = self.oracle.request_cancel(ids, scope, "enough")
             given = list(now(self.store.request_cancel(ids, scope=scope, reason="enough")))
@@ -37,12 +39,13 @@ class WholeMachine(Machine):
     @rule(pick=PICK, scope=SCOPES, extra=st.integers(0, 1), behind=st.sampled_from([0, 0, 0, 1]), anybody=st.booleans())
     def retry(self, pick: int, scope: Any = m.ALL, extra: int = 0, behind: int = 0, anybody: bool = False) -> None:
         run_id = self.run_id(pick) if anybody else self.chosen(pick, ENDED)
-        attempts = self.oracle.runs[run_id].attempts - behind
+        self.retry_one(run_id, scope, extra, behind)
+
+    def retry_one(self, run_id: str, scope: Any = m.ALL, extra: int = 0, behind: int = 0) -> None:
+        how = {"attempts": self.oracle.runs[run_id].attempts - behind, "extra_attempts": extra}
         with self.watched("operator_retry"):
-            wanted = self.answer(lambda: self.oracle.retry(run_id, scope, attempts, extra))
-            given = self.answer(
-                lambda: now(self.store.retry(run_id, scope=scope, attempts=attempts, extra_attempts=extra)).run_id
-            )
+            wanted = self.answer(lambda: self.oracle.retry(run_id, scope, how["attempts"], extra))
+            given = self.answer(lambda: now(self.store.retry(run_id, scope=scope, **how)).run_id)
         assert given == wanted
 
     def answer(self, call: Any) -> Any:

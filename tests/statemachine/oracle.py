@@ -204,7 +204,9 @@ class RunOracle:
         else:
             candidates = self.claimable(request)
         ids = [row.run_id for row in candidates]
-        ending = self.claimable(request, paused=True) + (self.claimable(request, alone=True, paused=True) if request.alone else [])
+        ending = self.claimable(request, paused=True) + (
+            self.claimable(request, alone=True, paused=True) if request.alone else []
+        )
         for run_id in ended:
             row = self.runs[run_id]
             assert row in ending, f"a claim may not land {run_id}"
@@ -289,11 +291,7 @@ class RunOracle:
         if row is None:
             row = self.runs.get(lease.run_id)
             same = row is not None and (row.attempts, row.lease_owner) == (lease.attempts, lease.mark)
-            return (
-                "landed"
-                if same and row and row.status == self.state_after(outcome)
-                else "lost"
-            )
+            return "landed" if same and row and row.status == self.state_after(outcome) else "lost"
         if not isinstance(outcome, m.Cancelled | m.HandedBack) and self.asked(row):
             return "woken"
         if isinstance(outcome, m.Suspended) and outcome.wake_seq != row.wake_seq:
@@ -336,7 +334,11 @@ class RunOracle:
         if failure is not None:
             row.error, row.error_kind, row.error_detail = failure.message, str(failure.kind), failure.detail
             row.positions = failure.positions
-        children = [c for c in self.runs.values() if c.parent_run_id == row.run_id and c.status not in m.TERMINAL and not c.detached]
+        children = [
+            c
+            for c in self.runs.values()
+            if c.parent_run_id == row.run_id and c.status not in m.TERMINAL and not c.detached
+        ]
         row.orphans = status != "completed" and bool(children)
         for other in self.line(row)[:1] if not in_line else []:
             other.blocked_on = None if other.blocked_on == "sequence" else other.blocked_on
@@ -354,7 +356,11 @@ class RunOracle:
     def wake_parents(self) -> None:
         """After all landings of one write: each parent that lives counts those of its children that landed."""
         landed, self.landed = self.landed, []
-        for parent in [self.runs[run_id] for run_id in dict.fromkeys(row.parent_run_id or "" for row in landed) if run_id in self.runs]:
+        for parent in [
+            self.runs[run_id]
+            for run_id in dict.fromkeys(row.parent_run_id or "" for row in landed)
+            if run_id in self.runs
+        ]:
             ends = [row for row in landed if row.parent_run_id == parent.run_id]
             if parent.status in m.TERMINAL:
                 continue
