@@ -283,7 +283,8 @@ class Scene:
         found: list[RunRecord] = []
         cursor: str | None = None
         while True:
-            page = await self.store.find(RunQuery(**{"limit": 100, **query, "cursor": cursor}), scope=scope)
+            values: dict[str, Any] = {"limit": 100, **query, "cursor": cursor}
+            page = await self.store.find(RunQuery(**values), scope=scope)
             found += page.runs
             cursor = page.cursor
             if cursor is None:

@@ -179,7 +179,7 @@ async def test_the_write_that_frees_the_scope_releases_the_next_by_priority_and_
     runs = [await scene.start(priority=priority) for priority in (0, 5, 5, 1)]
     for _ in range(3):
         assert list(await scene.claim(10)) == []
-    order = []
+    order: list[str] = []
     for _ in runs:
         await scene.complete(held)
         (held,) = await scene.claim(10)

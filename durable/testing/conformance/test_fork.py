@@ -23,9 +23,8 @@ async def source(scene: Scene, **changes: Any) -> Claimed:
 
 async def fork(scene: Scene, run_id: str, from_step: int | str, **changes: Any) -> RunRecord:
     """Fork a run."""
-    return await scene.store.fork(
-        run_id, **{"scope": ALL, "new_run_id": new_run_id(), "from_step": from_step, **changes}
-    )
+    values: dict[str, Any] = {"scope": ALL, "new_run_id": new_run_id(), "from_step": from_step}
+    return await scene.store.fork(run_id, **{**values, **changes})
 
 
 @rule(51)

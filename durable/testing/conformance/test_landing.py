@@ -42,7 +42,7 @@ class Door:
     claimed: bool
     """Whether the run was running when it landed."""
     land: Callable[[Scene, str], Awaitable[None]]
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     behind: bool = False
     """Whether the run is a node behind one that fails."""
 

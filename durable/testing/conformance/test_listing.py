@@ -44,7 +44,7 @@ async def test_get_answers_in_order_with_none_for_what_is_not_there(scene: Scene
 
 @rule(7)
 async def test_a_listing_is_newest_first(scene: Scene) -> None:
-    ids = []
+    ids: list[str] = []
     for _ in range(5):
         ids.append((await scene.start()).run_id)
         await scene.later(SECOND)
@@ -62,7 +62,7 @@ async def test_pages_by_keyset_show_every_run_once(scene: Scene, size: int) -> N
 
 @rule(7)
 async def test_a_run_that_comes_or_goes_meanwhile_neither_shifts_nor_repeats_a_page(scene: Scene) -> None:
-    ids = []
+    ids: list[str] = []
     for _ in range(6):
         ids.append((await scene.start(keep=0)).run_id)
         await scene.later(SECOND)
@@ -115,12 +115,12 @@ async def test_an_altered_cursor_is_a_conflict_or_stays_inside_the_listing(scene
         ({"statuses": [Status.FAILED]}, {"failed"}),
         ({"statuses": [Status.COMPLETED, Status.CANCELLED]}, {"completed", "cancelled"}),
         ({"queues": ["pending", "running"]}, {"pending", "running"}),
-        ({"names": ["nothing"]}, set()),
+        ({"names": ["nothing"]}, set[str]()),
         ({"names": ["work"], "queues": ["failed"]}, {"failed"}),
         ({"tags": {"kind": "suspended"}}, {"suspended"}),
         ({"tags": {"all": "yes", "kind": "failed"}}, {"failed"}),
-        ({"tags": {"all": "no"}}, set()),
-        ({"statuses": [Status.PENDING], "queues": ["failed"]}, set()),
+        ({"tags": {"all": "no"}}, set[str]()),
+        ({"statuses": [Status.PENDING], "queues": ["failed"]}, set[str]()),
     ],
 )
 async def test_a_listing_is_filtered_and_counted_alike(scene: Scene, query: dict[str, Any], expected: set[str]) -> None:

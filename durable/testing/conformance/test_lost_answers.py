@@ -396,9 +396,11 @@ async def state(scene: Scene) -> Any:
 def without_stamps(value: Any) -> Any:
     """Instants become "set" or None."""
     if isinstance(value, dict):
-        return {key: (inner is not None) if key in STAMPS else without_stamps(inner) for key, inner in value.items()}
+        fields: dict[Any, Any] = value  # pyright: ignore[reportUnknownVariableType]
+        return {key: (inner is not None) if key in STAMPS else without_stamps(inner) for key, inner in fields.items()}
     if isinstance(value, list):
-        return [without_stamps(inner) for inner in value]
+        items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
+        return [without_stamps(inner) for inner in items]
     return value
 
 

@@ -55,9 +55,11 @@ def same(stored: str | None, value: Any) -> bool:
 def exact(value: Any) -> Any:
     """A form in which 1, 1.0, True and "1" differ, and so do 0.0 and -0.0."""
     if isinstance(value, dict):
-        return {key: exact(inner) for key, inner in value.items()}
+        fields: dict[str, Any] = value  # pyright: ignore[reportUnknownVariableType]
+        return {key: exact(inner) for key, inner in fields.items()}
     if isinstance(value, list):
-        return [exact(inner) for inner in value]
+        items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
+        return [exact(inner) for inner in items]
     return type(value).__name__, repr(value)
 
 

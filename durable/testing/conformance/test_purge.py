@@ -103,7 +103,7 @@ async def test_a_run_that_is_not_terminal_is_never_purged(scene: Scene, state: s
 async def test_the_oldest_go_first_and_a_batch_is_bounded(scene: Scene) -> None:
     runs = [(minutes, await landed(scene, keep=minutes * MINUTE)) for minutes in (3, 1, 2, 5, 4)]
     await scene.later(HOUR)
-    for expected in ({3, 4, 5}, {5}, set()):
+    for expected in ({3, 4, 5}, {5}, set[int]()):
         await purge(scene, limit=2)
         assert {minutes for minutes, run_id in runs if not await scene.gone(run_id)} == expected
 

@@ -34,7 +34,8 @@ ENDS: list[tuple[Any, Status]] = [
 async def operator_retry(scene: Scene, run_id: str, **changes: Any) -> RunRecord:
     """Retry a run from the state that it is in."""
     run = await scene.get(run_id)
-    return await scene.store.retry(run_id, **{"scope": ALL, "attempts": run.attempts, **changes})
+    values: dict[str, Any] = {"scope": ALL, "attempts": run.attempts}
+    return await scene.store.retry(run_id, **{**values, **changes})
 
 
 @rule(50)

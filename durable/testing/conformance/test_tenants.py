@@ -258,7 +258,7 @@ async def test_a_firing_reaches_the_schedule_of_its_tenant_only(scene: Scene) ->
 @rule(57)
 async def test_what_is_foreign_is_answered_as_what_is_unknown(scene: Scene) -> None:
     run = await scene.start(tenant=ACME)
-    texts = []
+    texts: list[str] = []
     for run_id in (run.run_id, new_run().run_id):
         with pytest.raises(NotFound) as caught:
             await scene.store.history(run_id, scope=BETA)

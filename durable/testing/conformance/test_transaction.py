@@ -23,17 +23,15 @@ def writing(scene: Scene, held: Claimed, text: str, step_id: str = "pay", **chan
         await scene.harness.write_row(native, text)
         return record
 
-    record = NewRecord(
-        **{
-            "step_id": step_id,
-            "kind": RecordKind.STEP,
-            "position": 0,
-            "seen": -1,
-            "digest": "d",
-            "result": f'{{"value":"{text}"}}',
-            **changes,
-        }
-    )
+    values: dict[str, Any] = {
+        "step_id": step_id,
+        "kind": RecordKind.STEP,
+        "position": 0,
+        "seen": -1,
+        "digest": "d",
+        "result": f'{{"value":"{text}"}}',
+    }
+    record = NewRecord(**{**values, **changes})
     return work
 
 
