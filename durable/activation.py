@@ -17,12 +17,12 @@ import time
 from typing import Any
 
 from .bodyloop import BodyLoop
-from .calls import Pending, Waiter
+from .calls import Pending, Waiter, not_called, other_call
 from .errors import NonDeterminismError, SerializationError, SpinningError, StuckError
 from .execution import Execution
 from .external import Outside
 from .model import Claimed, Inbox, Instant, RecordKind, StepRecord
-from .places import called_at, what_it_awaits
+from .places import what_it_awaits
 from .replay import (
     CANCEL_ID,
     TIMEOUT_ID,
@@ -125,7 +125,12 @@ class Activation:
             await self._ended
             dropped = await self.execution.ended()
             if dropped:
-                logger.warning("%s %s: steps refuse to end: %s", self.run_record.name, self.run_record.run_id, ", ".join(dropped[:5]))
+                logger.warning(
+                    "%s %s: steps refuse to end: %s",
+                    self.run_record.name,
+                    self.run_record.run_id,
+                    ", ".join(dropped[:5]),
+                )
             await self.body.dead(self.recorder.settings.teardown_rounds)
         except asyncio.CancelledError:
             self._put_aside()
@@ -190,7 +195,7 @@ class Activation:
                 if waiter.context is None:  # the user's context variables flow into the step, never back (R10)
                     waiter.context = contextvars.copy_context()
         elif record.kind is not waiter.kind or record.digest != waiter.digest:
-            self._mismatch = self._mismatch or _other_call(record, waiter, self.run_record.name)
+            self._mismatch = self._mismatch or other_call(record, waiter, self.run_record.name)
 
     def dropped(self, waiter: Any) -> None:
         """The body gave a call up: nothing is recorded; a step in flight is cancelled, once (R12)."""
@@ -260,7 +265,7 @@ class Activation:
         journal, body = self.journal, self.body
         waiter = self.calls.pop(record.step_id, None)
         if waiter is None and record.step_id not in (CANCEL_ID, TIMEOUT_ID):
-            self._mismatch = _not_called(record, self.calls, self.run_record.name)
+            self._mismatch = not_called(record, self.calls, self.run_record.name)
             return False
         journal.cursor += 1
         body.now = max(body.now, record.at)
@@ -375,7 +380,7 @@ class Activation:
         if self._mismatch is None and body.done:
             unasked = next((r for r in journal.records[journal.cursor :] if r.step_id not in self.calls), None)
             if unasked is not None:
-                self._mismatch = _not_called(unasked, self.calls, self.run_record.name, returned=True)
+                self._mismatch = not_called(unasked, self.calls, self.run_record.name, returned=True)
         if self._mismatch is not None:
             self._end(Mismatch(self._mismatch))
             return
@@ -422,36 +427,16 @@ class Activation:
         self.execution.stop()
         left_over = self.body.left_over() if isinstance(self._ending, Returned) else []
         dropped = self.body.close_down(self.recorder.settings.teardown_rounds)
-        for branches, what in ((left_over, "returned with branches left; they were cancelled"), (dropped, "left branches that refuse to end")):
+        for branches, what in (
+            (left_over, "returned with branches left; they were cancelled"),
+            (dropped, "left branches that refuse to end"),
+        ):
             if branches:
-                logger.warning("%s %s: %s: %s", self.run_record.name, self.run_record.run_id, what, ", ".join(branches[:5]))
+                logger.warning(
+                    "%s %s: %s: %s", self.run_record.name, self.run_record.run_id, what, ", ".join(branches[:5])
+                )
         if not self._ended.done():
             self._ended.set_result(None)
 
 
 _WAITS = frozenset({RecordKind.TIMER, RecordKind.SIGNAL, RecordKind.CHILD})
-
-
-def _described(record: StepRecord) -> str:
-    return f"position {record.position}: {record.kind.value} {record.step_id!r}"
-
-
-def _other_call(record: StepRecord, waiter: Waiter, name: str) -> NonDeterminismError:
-    asked = f"{waiter.kind.value} {waiter.step_id!r}"
-    why = " with other arguments" if record.kind is waiter.kind else ""
-    return NonDeterminismError(
-        f"the code of {name} has changed under a run\n"
-        f"  the journal holds  {_described(record)}\n"
-        f"  the code asks for  {asked}{why}\n"
-        f"  at                 {called_at(waiter.place)}"
-    )
-
-
-def _not_called(record: StepRecord, calls: dict[str, Waiter], name: str, *, returned: bool = False) -> NonDeterminismError:
-    open_calls = [f"{w.kind.value} {w.step_id!r} at {called_at(w.place)}" for w in list(calls.values())[:5]]
-    asks = "nothing: it has ended" if returned else "; ".join(open_calls) or "nothing: it waits for its own branches"
-    return NonDeterminismError(
-        f"the code of {name} has changed under a run\n"
-        f"  the journal holds  {_described(record)}\n"
-        f"  the code asks for  {asks}"
-    )

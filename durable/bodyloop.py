@@ -17,12 +17,13 @@ import weakref
 import zlib
 from asyncio import events, tasks
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import TypeVarTuple, Unpack
 
+from .branches import BodyFuture, BranchTask, Host, Scope, Timer
 from .errors import Misuse, SpinningError
-from .model import Instant, RecordKind, StepRecord
+from .model import Instant
 from .settings import SECOND
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ Arguments = TypeVarTuple("Arguments")
 MOST_CALLBACKS = 100_000
 """Callbacks of one drain before a body counts as spinning."""
 
-DONE_IN_STEPS = "do it in a step: await ctx.step(fn, ...); a step runs on the worker's own loop, where everything is allowed"
+DONE_IN_STEPS = (
+    "do it in a step: await ctx.step(fn, ...); a step runs on the worker's own loop, where everything is allowed"
+)
 
 _ENSURE_FUTURE: frozenset[CodeType] = frozenset(
     getattr(tasks, name).__code__ for name in ("ensure_future", "_ensure_future") if hasattr(tasks, name)
@@ -44,137 +47,6 @@ _AS_COMPLETED: frozenset[Any] = frozenset(
     getattr(function, "__code__", None)
     for function in (tasks.as_completed, getattr(getattr(tasks, "_AsCompletedIterator", None), "__init__", None))
 ) - {None}
-
-
-class Host(Protocol):
-    """Whom a loop tells what happens to its timers, and what nobody handled."""
-
-    def registered(self, waiter: Any, name: str) -> None:
-        """A call or a timer was made in the body: it gets its id (R6, R9)."""
-
-    def dropped(self, waiter: Any) -> None:
-        """The body gave it up: nothing is recorded (R12)."""
-
-    def unhandled(self, context: dict[str, Any]) -> None:
-        """An exception that nobody retrieved, a callback that raised."""
-
-
-class Scope:
-    """A branch: its path, how often each name was called in it, how many branches it opened, and its shields."""
-
-    __slots__ = ("branches", "names", "path", "shields")
-
-    def __init__(self, path: str = "", shields: int = 0) -> None:
-        self.path = path
-        self.names: dict[str, int] = {}
-        self.branches = 0
-        self.shields = shields
-
-    def step_id(self, name: str) -> str:
-        """The id of the next call of that name in this branch (R3, semantics 18)."""
-        count = self.names[name] = self.names.get(name, 0) + 1
-        return f"{self.path}{name}" if count == 1 else f"{self.path}{name}#{count}"
-
-    def branch(self) -> Scope:
-        """The scope of a task made here. It may start steps after a cancel if it is made inside a shield."""
-        self.branches += 1
-        return Scope(f"{self.path}{self.branches}/", 1 if self.shields else 0)
-
-
-class BodyFuture(asyncio.Future[Any]):
-    """A future of a body. Its hash is its number, so that sets of futures iterate in order of creation everywhere (R5)."""
-
-    _number: int
-
-    def __init__(self, *, loop: BodyLoop) -> None:
-        self._number = loop.number()
-        super().__init__(loop=loop)
-
-    def __hash__(self) -> int:
-        return self._number
-
-
-class BranchTask(asyncio.Task[Any]):
-    """A task of a body: a branch. It carries its scope itself, so that an explicit `context=` can not lose it (R3)."""
-
-    _number: int
-    _held: int
-    _log_destroy_pending: bool
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], *, loop: BodyLoop, scope: Scope, **options: Any) -> None:
-        self._number = loop.number()
-        self._held = 0
-        self._body_loop = loop
-        self.scope = scope
-        super().__init__(coroutine, loop=loop, **options)
-
-    def __hash__(self) -> int:
-        return self._number
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        """As ever; but while the task itself stands in a shield the cancel is held back until it leaves it (44), unless it
-        comes from a time limit that was set inside the shield."""
-        loop = self._body_loop
-        depth = loop.shielded.get(self)
-        if depth is None or loop.closed or self.done():
-            return super().cancel(msg)
-        firing = loop.firing
-        if firing is not None and firing.owner is self and firing.depth == depth:
-            return super().cancel(msg)
-        self._held += 1
-        return True
-
-    def uncancel(self) -> int:
-        """As ever; one that was held back is taken back first."""
-        if self._held:
-            self._held -= 1
-            return self.cancelling()
-        return super().uncancel()
-
-    def enter_shield(self) -> None:
-        """From here a cancel is held back."""
-        self.scope.shields += 1
-        self._body_loop.shielded[self] = self._body_loop.shielded.get(self, 0) + 1
-
-    def leave_shield(self) -> bool:
-        """True: a cancel was held back and is due now, at the next await."""
-        self.scope.shields -= 1
-        shielded = self._body_loop.shielded
-        shielded[self] -= 1
-        if shielded[self]:
-            return False
-        del shielded[self]
-        held, self._held = self._held, 0
-        for _ in range(held):
-            super().cancel()
-        return held > 0
-
-
-class Timer(asyncio.TimerHandle):
-    """`loop.call_at` in a body: what `asyncio.sleep`, `timeout` and `wait_for` wait for. Durable, like a step (R9)."""
-
-    # TimerHandle has slots; a subclass without them may hold what the pump needs.
-    _loop: BodyLoop
-    kind = RecordKind.TIMER
-    digest = ""
-    step_id: str
-    due: Instant
-    owner: asyncio.Task[Any] | None
-    depth: int
-    order: int
-    seen: int
-    place: tuple[CodeType, int] | None = None
-
-    def cancel(self) -> None:
-        """Nothing is recorded; the record that may lie in the journal is delivered to nobody."""
-        if not self._cancelled:
-            super().cancel()
-            self._loop.host.dropped(self)
-
-    def fire(self, record: StepRecord) -> None:
-        """Its record was delivered: the callback is ready."""
-        if not self._cancelled:
-            self._loop.ready.append(self)
 
 
 class BodyLoop(asyncio.AbstractEventLoop):
@@ -237,14 +109,22 @@ class BodyLoop(asyncio.AbstractEventLoop):
         """Seconds since the run began, as of the last delivered record."""
         return (self.now - self.started) / SECOND
 
-    def call_soon(self, callback: Callable[[Unpack[Arguments]], object], *args: Unpack[Arguments], context: contextvars.Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Arguments]], object],
+        *args: Unpack[Arguments],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
         """Ready at once, first in, first out."""
         handle = asyncio.Handle(callback, args, self, context)
         self.ready.append(handle)
         return handle
 
     def call_soon_threadsafe(
-        self, callback: Callable[[Unpack[Arguments]], object], *args: Unpack[Arguments], context: contextvars.Context | None = None
+        self,
+        callback: Callable[[Unpack[Arguments]], object],
+        *args: Unpack[Arguments],
+        context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
         """Refused, and remembered, if it comes from outside: no replay could repeat it."""
         if events._get_running_loop() is self:
@@ -256,19 +136,32 @@ class BodyLoop(asyncio.AbstractEventLoop):
         raise self.poison
 
     def call_later(
-        self, delay: float, callback: Callable[[Unpack[Arguments]], object], *args: Unpack[Arguments], context: contextvars.Context | None = None
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Arguments]], object],
+        *args: Unpack[Arguments],
+        context: contextvars.Context | None = None,
     ) -> Timer:
         """A durable timer."""
         return self._timer(self.now + round(delay * SECOND), self.time() + delay, callback, args, context)
 
     def call_at(
-        self, when: float, callback: Callable[[Unpack[Arguments]], object], *args: Unpack[Arguments], context: contextvars.Context | None = None
+        self,
+        when: float,
+        callback: Callable[[Unpack[Arguments]], object],
+        *args: Unpack[Arguments],
+        context: contextvars.Context | None = None,
     ) -> Timer:
         """A durable timer; `when` is this loop's time."""
         return self._timer(self.started + round(when * SECOND), when, callback, args, context)
 
     def _timer(
-        self, due: Instant, when: float, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context | None
+        self,
+        due: Instant,
+        when: float,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: contextvars.Context | None,
     ) -> Timer:
         timer = Timer(when, callback, args, self, context)
         timer.due = due
@@ -285,7 +178,9 @@ class BodyLoop(asyncio.AbstractEventLoop):
         """A future of this body."""
         return BodyFuture(loop=self)
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None, **options: Any) -> BranchTask:
+    def create_task(
+        self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None, **options: Any
+    ) -> BranchTask:
         """A branch. What `wait_for` makes for itself belongs to the branch that called it (R4)."""
         parent = self.scope()
         scope: Scope | None = None
@@ -317,7 +212,9 @@ class BodyLoop(asyncio.AbstractEventLoop):
 
     def set_task_factory(self, factory: Any) -> None:
         """Refused: the loop makes the tasks."""
-        raise Misuse("the event loop of a durable body takes no task factory", hint="set it on the worker's loop, for the steps")
+        raise Misuse(
+            "the event loop of a durable body takes no task factory", hint="set it on the worker's loop, for the steps"
+        )
 
     def get_task_factory(self) -> None:
         """There is none."""
@@ -358,7 +255,9 @@ class BodyLoop(asyncio.AbstractEventLoop):
                 handle = ready.popleft()
                 left -= 1
                 if left < 0:
-                    raise SpinningError(f"the body ran {MOST_CALLBACKS:,} callbacks without coming to rest; the next is {handle!r}")
+                    raise SpinningError(
+                        f"the body ran {MOST_CALLBACKS:,} callbacks without coming to rest; the next is {handle!r}"
+                    )
                 if handle._cancelled:
                     continue
                 if type(handle) is Timer:
@@ -379,14 +278,18 @@ class BodyLoop(asyncio.AbstractEventLoop):
 
     def _generator_dropped(self, generator: AsyncGenerator[Any, Any]) -> None:
         self.generators.pop(id(generator), None)
-        if events._get_running_loop() is self:  # its last reference went inside the body: close it there, durable clean-up works
+        if (
+            events._get_running_loop() is self
+        ):  # its last reference went inside the body: close it there, durable clean-up works
             self.create_task(generator.aclose())
         else:
             self.dropped_generators.append(generator)
 
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:
         """Those that were begun, not finished and not closed; asked once."""
-        still = [generator for generator in (reference() for reference in self.generators.values()) if generator is not None]
+        still = [
+            generator for generator in (reference() for reference in self.generators.values()) if generator is not None
+        ]
         still += self.dropped_generators
         self.generators.clear()
         self.dropped_generators.clear()
@@ -421,7 +324,7 @@ class BodyLoop(asyncio.AbstractEventLoop):
             task._log_destroy_pending = False
             try:
                 task.get_coro().close()
-            except (Exception, asyncio.CancelledError, GeneratorExit) as error:
+            except BaseException as error:  # noqa: BLE001 - code that refuses to end may raise anything; it is reported
                 self.host.unhandled({"message": "a branch that is dropped raised", "exception": error, "task": task})
         self.ready.clear()
         return [_named(task) for task in left]
@@ -433,7 +336,11 @@ class BodyLoop(asyncio.AbstractEventLoop):
     def _drain_quietly(self) -> None:
         try:
             self.drain()
-        except (SpinningError, SystemExit, KeyboardInterrupt) as error:  # it is over: say so and go on with the next round
+        except (
+            SpinningError,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # it is over: say so and go on with the next round
             self.ready.clear()
             self.host.unhandled({"message": "the body did not end in good order", "exception": error})
 
@@ -464,8 +371,8 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
+_FORBIDDEN = ("sock_", "create_", "start_", "add_", "remove_", "run_", "get", "connect_", "subprocess_", "sendfile")
 for _name in dir(asyncio.AbstractEventLoop):
-    if _name.startswith(("sock_", "create_", "start_", "add_", "remove_", "run_", "get", "connect_", "subprocess_", "sendfile")):
-        if _name not in BodyLoop.__dict__:
-            setattr(BodyLoop, _name, _refuse(_name))
+    if _name.startswith(_FORBIDDEN) and _name not in BodyLoop.__dict__:
+        setattr(BodyLoop, _name, _refuse(_name))
 del _name

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .bodyloop import BodyFuture
+from .branches import BodyFuture
 from .codec import UNTYPED, Codec, open_envelope, rebuild
-from .errors import SerializationError
+from .errors import NonDeterminismError, SerializationError
 from .model import Instant, RecordKind, StepRecord
+from .places import called_at
 from .replay import mark_position
 from .settings import Micros
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Place = tuple[CodeType, int]
 """Where in the user's code a call was made: turned into file and line only when somebody must be told."""
+
 
 class Waiter(Protocol):
     """What can be registered under an id: a call, or a timer of the loop."""
@@ -70,7 +72,7 @@ class Pending:
     # a step
     plan: StepPlan | None = None
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}  # noqa: RUF012 - never changed
+    kwargs: Mapping[str, Any] = {}
     arguments: str = ""
     context: contextvars.Context | None = None
     transaction: Micros | None = None
@@ -149,3 +151,35 @@ class Call(BodyFuture, Pending):
             self.set_result(value)
         else:
             self.set_exception(error)
+
+
+# -- a mismatch, in words ---------------------------------------------------------------------------------------------------
+
+
+def _described(record: StepRecord) -> str:
+    return f"position {record.position}: {record.kind.value} {record.step_id!r}"
+
+
+def other_call(record: StepRecord, waiter: Waiter, name: str) -> NonDeterminismError:
+    """The code makes another call than the journal holds under its id (25)."""
+    asked = f"{waiter.kind.value} {waiter.step_id!r}"
+    why = " with other arguments" if record.kind is waiter.kind else ""
+    return NonDeterminismError(
+        f"the code of {name} has changed under a run\n"
+        f"  the journal holds  {_described(record)}\n"
+        f"  the code asks for  {asked}{why}\n"
+        f"  at                 {called_at(waiter.place)}"
+    )
+
+
+def not_called(
+    record: StepRecord, calls: dict[str, Waiter], name: str, *, returned: bool = False
+) -> NonDeterminismError:
+    """The journal holds the end of a call that the code does not make (25)."""
+    open_calls = [f"{w.kind.value} {w.step_id!r} at {called_at(w.place)}" for w in list(calls.values())[:5]]
+    asks = "nothing: it has ended" if returned else "; ".join(open_calls) or "nothing: it waits for its own branches"
+    return NonDeterminismError(
+        f"the code of {name} has changed under a run\n"
+        f"  the journal holds  {_described(record)}\n"
+        f"  the code asks for  {asks}"
+    )

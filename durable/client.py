@@ -11,16 +11,15 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar, overload
 from uuid import UUID
 
 from .codec import Codec
 from .config import resolve
-from .context import SignalKind
 from .errors import ConfigurationError, Conflict, Misuse, NotFound
 from .events import Events
 from .faces import Queues, Schedules
-from .function import Function, checked_key, default_registry
+from .function import Function, default_registry
 from .handle import Run
 from .instants import instant
 from .model import (
@@ -44,8 +43,10 @@ from .model import (
     new_run_id,
 )
 from .opened import Opened
+from .options import checked_key
 from .protocol import Store
 from .settings import Duration, Settings, micros
+from .signals import Signal
 from .submission import new_run
 
 P = ParamSpec("P")
@@ -54,7 +55,10 @@ A = TypeVar("A")
 
 PAGE = 200
 _UNSET: Any = object()
-Statuses = Status | str | Sequence[Status | str] | None
+RunStatus: TypeAlias = Literal[
+    "pending", "running", "suspended", "completed", "failed", "cancelled", "timed_out", "forward_incomplete"
+]
+Statuses: TypeAlias = Status | RunStatus | Sequence[Status | RunStatus] | None
 
 
 class Client:
@@ -336,7 +340,7 @@ class Client:
         )
         return self._handle(record, None)
 
-    async def signal(self, run_id: str, signal: SignalKind[A], value: A, /, *, id: str | None = None) -> None:
+    async def signal(self, run_id: str, signal: Signal[A], value: A, /, *, id: str | None = None) -> None:
         """Send a signal; it is kept until the body takes it, also if it does not wait yet (semantics 32).
 
         With the same `id` again it is the same signal. Raises NotFound, or Conflict for a run that has landed.

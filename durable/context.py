@@ -15,18 +15,21 @@ import uuid as uuids
 from asyncio import events
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
-from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 from uuid import UUID
 
 from . import steps
-from .bodyloop import BodyLoop, BranchTask
+from .bodyloop import BodyLoop
+from .branches import BranchTask
 from .calls import Call, Pending
 from .codec import digest, plain, value_envelope
-from .errors import Misuse, RegistrationError, SignalTimeout
+from .errors import Misuse, SignalTimeout
+from .instants import instant, moment
 from .model import Instant, RecordKind
 from .places import caller
 from .settings import Duration, Micros, micros
+from .signals import Signal
 from .steps import STEP_KEY, StepPlan, checked_name, plan_of
 from .threadbody import ThreadBody, ThreadCall
 
@@ -35,47 +38,10 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 D = TypeVar("D")
 Tx = TypeVar("Tx")
-EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _NO_DEFAULT: Any = object()
-
-
-@runtime_checkable
-class Planned(Protocol):
-    """A callable that carries its plan: what `@durable.step` makes."""
-
-    @property
-    def plan(self) -> StepPlan:
-        """Name, policy and types."""
-        ...
-
-
-class SignalKind(Protocol[T_co]):
-    """What `durable.Signal` is: a name and the type of its values."""
-
-    @property
-    def name(self) -> str:
-        """Signals are sent and taken by name."""
-        ...
-
-    @property
-    def type(self) -> type[T_co]:
-        """What a value is decoded as."""
-        ...
-
-
-def instant_of(when: datetime, what: str) -> Instant:
-    """Microseconds since the epoch. Raises RegistrationError for a naive datetime: it means another instant on every machine."""
-    if not isinstance(when, datetime) or when.tzinfo is None or when.utcoffset() is None:
-        raise RegistrationError(
-            f"{what}: {when!r} is not a datetime with a time zone",
-            hint="write datetime(..., tzinfo=timezone.utc), or datetime.now(timezone.utc)",
-        )
-    return (when - EPOCH) // timedelta(microseconds=1)
 
 
 def _plan(fn: Any, *, skip_first: bool = False) -> StepPlan:
@@ -94,7 +60,7 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logging.getLogger(f"durable.run.{context.function}"), {})
         self._context = context
 
-    def isEnabledFor(self, level: int) -> bool:
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
         """Not in replay: the line was written when it was new."""
         return not self._context.replaying and super().isEnabledFor(level)
 
@@ -116,9 +82,7 @@ class _Facts:
         self.tenant: UUID | None = run.tenant
         self.attempt: int = run.failures + 1
         self.tags: Mapping[str, str] = run.tags
-        self.scheduled_for: datetime | None = (
-            None if run.scheduled_for is None else EPOCH + timedelta(microseconds=run.scheduled_for)
-        )
+        self.scheduled_for: datetime | None = None if run.scheduled_for is None else moment(run.scheduled_for)
         self.log = _Log(self)
 
     @property
@@ -148,7 +112,7 @@ class _Facts:
     def now(self) -> datetime:
         """The instant of the last delivered record, UTC: the same live and in replay (R8)."""
         self._here("now")
-        return EPOCH + timedelta(microseconds=self._host.body.now)
+        return moment(self._host.body.now)
 
     def random(self) -> float:
         """A number in [0, 1) that is the same in replay."""
@@ -181,7 +145,7 @@ class _Facts:
         call.due = due
         call.digest = digest(str(told))
 
-    def _await_signal(self, call: Pending, signal: SignalKind[Any], timeout: Duration | None, default: Any) -> None:
+    def _await_signal(self, call: Pending, signal: Signal[Any], timeout: Duration | None, default: Any) -> None:
         span = None if timeout is None else micros(timeout, what=f"timeout of the signal {signal.name!r}")
         call.codec = self._host.codec
         call.kind = RecordKind.SIGNAL
@@ -289,19 +253,21 @@ class Context(_Facts):
         return self._made(call, "sleep")  # type: ignore[no-any-return]
 
     def sleep_until(self, when: datetime, /) -> Coroutine[Any, Any, None]:
-        """Wait durably until an instant. Raises RegistrationError for a naive datetime."""
+        """Wait durably until an instant. Raises ConfigurationError for a naive datetime."""
         self._here("sleep_until")
         call = Call(loop=self._loop)
-        due = instant_of(when, "sleep_until")
+        due = instant(when, what="sleep_until")
         self._timer(call, due, due)
         call.place = caller(1)
         return self._made(call, "sleep_until")  # type: ignore[no-any-return]
 
     @overload
-    def wait_signal(self, signal: SignalKind[T], /, *, timeout: Duration | None = None) -> Coroutine[Any, Any, T]: ...
+    def wait_signal(self, signal: Signal[T], /, *, timeout: Duration | None = None) -> Coroutine[Any, Any, T]: ...
     @overload
-    def wait_signal(self, signal: SignalKind[T], /, *, timeout: Duration, default: D) -> Coroutine[Any, Any, T | D]: ...
-    def wait_signal(self, signal: SignalKind[Any], /, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT) -> Any:
+    def wait_signal(self, signal: Signal[T], /, *, timeout: Duration, default: D) -> Coroutine[Any, Any, T | D]: ...
+    def wait_signal(
+        self, signal: Signal[Any], /, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT
+    ) -> Any:
         """The next signal of that kind, in the order of sending, each taken once; one that came before the wait counts (32).
 
         Raises SignalTimeout, or returns `default`, when the time is over.
@@ -393,7 +359,9 @@ class SyncContext(_Facts):
         call = ThreadCall(self._thread)
         plan = _plan(fn)
         if plan.coroutine:
-            raise Misuse(f"{plan.name!r} is an async def step in a def body", hint="make the body async def, or the step def")
+            raise Misuse(
+                f"{plan.name!r} is an async def step in a def body", hint="make the body async def, or the step def"
+            )
         self._step(call, plan, args, kwargs)
         call.place = caller(1)
         call.context = contextvars.copy_context()
@@ -410,19 +378,21 @@ class SyncContext(_Facts):
         self._called(call, "sleep")
 
     def sleep_until(self, when: datetime, /) -> None:
-        """Wait durably until an instant. Raises RegistrationError for a naive datetime."""
+        """Wait durably until an instant. Raises ConfigurationError for a naive datetime."""
         self._here("sleep_until")
         call = ThreadCall(self._thread)
-        due = instant_of(when, "sleep_until")
+        due = instant(when, what="sleep_until")
         self._timer(call, due, due)
         call.place = caller(1)
         self._called(call, "sleep_until")
 
     @overload
-    def wait_signal(self, signal: SignalKind[T], /, *, timeout: Duration | None = None) -> T: ...
+    def wait_signal(self, signal: Signal[T], /, *, timeout: Duration | None = None) -> T: ...
     @overload
-    def wait_signal(self, signal: SignalKind[T], /, *, timeout: Duration, default: D) -> T | D: ...
-    def wait_signal(self, signal: SignalKind[Any], /, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT) -> Any:
+    def wait_signal(self, signal: Signal[T], /, *, timeout: Duration, default: D) -> T | D: ...
+    def wait_signal(
+        self, signal: Signal[Any], /, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT
+    ) -> Any:
         """As `Context.wait_signal`."""
         self._here("wait_signal")
         call = ThreadCall(self._thread)
@@ -468,4 +438,4 @@ class SyncContext(_Facts):
             self._thread.leave_shield()
 
 
-__all__ = ["Context", "SyncContext", "instant_of"]
+__all__ = ["Context", "SyncContext"]

@@ -225,7 +225,8 @@ class Execution:
     async def _transaction(self, call: Pending) -> None:
         """Exactly once: the work and the record commit together (26). A failure of the work is a record of its own."""
         host, plan, timeout = self.host, call.plan, call.transaction
-        assert plan is not None and timeout is not None
+        assert plan is not None
+        assert timeout is not None
         position: list[int] = []
 
         async def work(connection: Any) -> NewRecord:

@@ -83,7 +83,8 @@ class Outside:
 
     def listen(self, call: Waiter) -> None:
         """A call waits for a signal; those of one name get them in the order in which they were made (32)."""
-        assert isinstance(call, Pending) and call.signal is not None
+        assert isinstance(call, Pending)
+        assert call.signal is not None
         self._listening.setdefault(call.signal, []).append(call)
 
     def delivered(self, record: StepRecord) -> None:

@@ -14,10 +14,11 @@ from uuid import UUID
 
 from . import cron
 from .errors import ConfigurationError, NotFound, RegistrationError
-from .function import Function, checked_key, default_registry
+from .function import Function, default_registry
 from .handle import Run
 from .instants import instant, moment
 from .model import ALL, Firing, Instant, NewRun, QueueRecord, QueueStats, Schedule, ScheduleSpec
+from .options import checked_key
 from .settings import Micros, micros
 from .submission import scheduled_run
 

@@ -7,12 +7,12 @@ runs a body, and nothing talks to a store.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
 import inspect
-import re
-import types
+import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Protocol, overload
@@ -20,10 +20,20 @@ from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Prot
 from typing_extensions import TypeVar
 
 from .codec import Codec, Signature
-from .context import Context, SyncContext, instant_of
+from .context import Context, SyncContext
 from .cron import Cron
-from .errors import ConfigurationError, Misuse, RegistrationError
-from .model import Instant, Json
+from .errors import Misuse, RegistrationError
+from .model import Json
+from .options import (
+    ABSENT,
+    Options,
+    checked,
+    checked_cron,
+    checked_priority,
+    checked_retry,
+    checked_span,
+    checked_text,
+)
 from .retry import Retry
 from .settings import Duration, Micros, micros
 from .steps import StepPlan, checked_name
@@ -31,160 +41,6 @@ from .steps import StepPlan, checked_name
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-
-LONGEST_KEY = 1_024
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "..."
-
-
-ABSENT: Any = _Absent()
-"""As declared."""
-
-
-# -- options of a start -----------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What `.using(...)` was given, checked, in the units of the store. None: as declared, or none."""
-
-    idempotency_key: str | None = None
-    coalesce_key: str | None = None
-    on_coalesce: Literal["join", "replace"] = "join"
-    max_delay: Micros | None = None
-    sequence_key: str | None = None
-    concurrency_key: str | None = None
-    queue: str | None = None
-    priority: int | None = None
-    delay: Micros | None = None
-    start_at: Instant | None = None
-    deadline_at: Instant | None = None
-    deadline_after: Micros | None = None
-    retry: Retry | None = None
-    timeout: Micros | None = None
-    unlimited: bool = False
-    """`timeout=None` was said: no cap, whatever is declared."""
-    keep: Micros | None = None
-    cron: Cron | None = None
-    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    detached: bool = False
-
-
-def _text(value: object, what: str, limit: int) -> str:
-    if not isinstance(value, str) or not value:
-        raise RegistrationError(f"{what} is text and not empty, not {value!r}", hint=f"leave {what} out where there is none")
-    if len(value) > limit:
-        raise RegistrationError(f"{what} has {len(value):,} characters, more than {limit:,}", hint="pass a digest of it")
-    if "\x00" in value:
-        raise RegistrationError(f"{what} holds a NUL character, which no store can keep")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise RegistrationError(f"{what} holds a lone surrogate, which no store can keep") from None
-    return value
-
-
-def checked_key(value: object, what: str) -> str:
-    """A key as rule 34 wants it. Raises RegistrationError: empty, over 1,024 characters, NUL, or beginning with `~`."""
-    key = _text(value, what, LONGEST_KEY)
-    if key.startswith("~"):
-        raise RegistrationError(
-            f"{what} {key[:80]!r} begins with '~': such keys are the engine's own", hint="choose another first character"
-        )
-    return key
-
-
-def _priority(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -32_768 <= value <= 32_767:
-        raise RegistrationError(f"priority is a whole number from -32,768 to 32,767, not {value!r}", hint="higher goes first")
-    return value
-
-
-def _retry(value: object) -> Retry:
-    if not isinstance(value, Retry):
-        raise RegistrationError(f"retry is a durable.Retry, not {value!r}", hint="retry=durable.Retry(3)")
-    return value
-
-
-def _cron(value: object) -> Cron:
-    if isinstance(value, str):
-        return Cron(value)
-    if not isinstance(value, Cron):
-        raise RegistrationError(f"cron is an expression or a durable.Cron, not {value!r}", hint='cron="0 9 * * MON-FRI"')
-    return value
-
-
-def _tags(value: object) -> Mapping[str, str]:
-    if not isinstance(value, Mapping):
-        raise RegistrationError(f"tags are a mapping of text to text, not {value!r}", hint='tags={"customer": "42"}')
-    return types.MappingProxyType(
-        {_text(key, "the name of a tag", 255): _text(item, f"the tag {key!r}", LONGEST_KEY) for key, item in value.items()}
-    )
-
-
-def _chosen(value: object) -> str:
-    if value not in ("join", "replace"):
-        raise RegistrationError(f'on_coalesce is "join" or "replace", not {value!r}')
-    return str(value)
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise RegistrationError(f"detached is True or False, not {value!r}")
-    return value
-
-
-def _duration(what: str) -> Callable[[Any], Micros]:
-    return lambda value: micros(value, what=what)
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "idempotency_key": lambda value: checked_key(value, "idempotency_key"),
-    "coalesce_key": lambda value: checked_key(value, "coalesce_key"),
-    "sequence_key": lambda value: checked_key(value, "sequence_key"),
-    "concurrency_key": lambda value: checked_key(value, "concurrency_key"),
-    "on_coalesce": _chosen,
-    "max_delay": _duration("max_delay"),
-    "queue": lambda value: checked_name(value, "queue"),
-    "priority": _priority,
-    "delay": _duration("delay"),
-    "retry": _retry,
-    "keep": _duration("keep"),
-    "cron": _cron,
-    "tags": _tags,
-    "detached": _flag,
-}
-
-
-def _checked(given: dict[str, Any], before: Options) -> Options:
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        if value is ABSENT:
-            continue
-        if name == "at":
-            values["start_at"] = instant_of(value, "at")
-        elif name == "timeout":
-            values["unlimited"] = value is None
-            values["timeout"] = None if value is None else _positive(value, "timeout")
-        elif name == "deadline":
-            at = instant_of(value, "deadline") if isinstance(value, datetime) else None
-            values["deadline_at"], values["deadline_after"] = at, None if at is not None else _positive(value, "deadline")
-        else:
-            values[name] = _CHECKS[name](value)
-    made = dataclasses.replace(before, **values)
-    if made.max_delay is not None and made.coalesce_key is None:
-        raise RegistrationError("max_delay without a coalesce_key means nothing", hint="pass both, or neither")
-    return made
-
-
-def _positive(value: Any, what: str) -> Micros:
-    amount = micros(value, what=what)
-    if amount == 0:
-        raise ConfigurationError(f"{what}: 0 leaves no time for anything", hint="leave it out, or pass None, for no limit")
-    return amount
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------------
@@ -221,8 +77,8 @@ def _replan(plan: StepPlan, name: str, retry: Retry, timeout: Duration | None) -
     return dataclasses.replace(
         plan,
         name=plan.name if name is ABSENT else checked_name(name, "step"),
-        retry=plan.retry if retry is ABSENT else _retry(retry),
-        timeout=plan.timeout if timeout is ABSENT else None if timeout is None else _positive(timeout, "timeout"),
+        retry=plan.retry if retry is ABSENT else checked_retry(retry),
+        timeout=plan.timeout if timeout is ABSENT else None if timeout is None else checked_span(timeout, "timeout"),
     )
 
 
@@ -373,7 +229,7 @@ class Function(Generic[P, R_co]):
             "tags": tags,
             "detached": detached,
         }
-        return Function(self.fn, self.declared, _checked(given, self.options))
+        return Function(self.fn, self.declared, checked(given, self.options))
 
     # -- for the engine (replay.Program) ----------------------------------------------------------------------------------
 
@@ -400,12 +256,10 @@ class Function(Generic[P, R_co]):
 
 
 def source_fingerprint(fn: Callable[..., Any]) -> str:
-    """16 digits of the source text, comments and blank lines left out; of the byte code where there is no source."""
+    """16 digits of the source as it is parsed, so without comments and layout; of the byte code where there is no source."""
     try:
-        lines = inspect.getsource(fn).splitlines()
-        text = "\n".join(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
-        material = re.sub(r"[ \t]+", " ", text).encode()
-    except (OSError, TypeError):
+        material = ast.dump(ast.parse(textwrap.dedent(inspect.getsource(fn)))).encode()
+    except (OSError, TypeError, SyntaxError):
         code = getattr(inspect.unwrap(fn), "__code__", None)
         material = code.co_code if code is not None else repr(type(fn)).encode()
     return hashlib.blake2b(material, digest_size=8).hexdigest()
@@ -507,17 +361,19 @@ def function(
         if not inspect.isfunction(body):
             raise RegistrationError(f"{body!r} is not a function that `async def` or `def` made")
         if inspect.isasyncgenfunction(body) or inspect.isgeneratorfunction(body):
-            raise RegistrationError(f"{body.__qualname__} yields: a durable function returns once", hint="return a list")
+            raise RegistrationError(
+                f"{body.__qualname__} yields: a durable function returns once", hint="return a list"
+            )
         _check_count(max_concurrency)
         declared = Declaration(
             name=checked_name(body.__name__ if name is None else name, "durable function"),
-            version=None if version is None else _text(version, "version", 255),
+            version=None if version is None else checked_text(version, "version", 255),
             queue=checked_name(queue, "queue"),
-            retry=_retry(retry),
-            timeout=None if timeout is None else _positive(timeout, "timeout"),
-            priority=_priority(priority),
+            retry=checked_retry(retry),
+            timeout=None if timeout is None else checked_span(timeout, "timeout"),
+            priority=checked_priority(priority),
             max_concurrency=max_concurrency,
-            cron=None if cron is None else _cron(cron),
+            cron=None if cron is None else checked_cron(cron),
             keep=None if keep is None else micros(keep, what="keep"),
         )
         made: Function[Any, Any] = Function(body, declared)

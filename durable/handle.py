@@ -24,8 +24,8 @@ from .waiting import pulse_of
 
 if TYPE_CHECKING:
     from .client import Client
-    from .context import SignalKind
     from .function import Function
+    from .signals import Signal
 
 R_co = TypeVar("R_co", covariant=True, default=Any)
 A = TypeVar("A")
@@ -190,7 +190,7 @@ class Run(Generic[R_co]):
         made = await self._client.fork(self.id, from_step=from_step)
         return Run(self._client, made.record, self._function)
 
-    async def signal(self, signal: SignalKind[A], value: A, /, *, id: str | None = None) -> None:
+    async def signal(self, signal: Signal[A], value: A, /, *, id: str | None = None) -> None:
         """Send it a signal; with the same `id` again it is the same one (semantics 32)."""
         await self._client.signal(self.id, signal, value, id=id)
 

@@ -39,7 +39,8 @@ def _suspended_at(coroutine: Any) -> str:
     while coroutine is not None:
         found = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
         if found is not None and not found.f_code.co_filename.startswith(_OURS):
-            if frame is None or "/asyncio/" not in found.f_code.co_filename:
-                frame = found
+            frame = found if frame is None or "/asyncio/" not in found.f_code.co_filename else frame
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
-    return "its start" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
+    return (
+        "its start" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
+    )

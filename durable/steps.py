@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from .codec import Codec, Signature, error_data, error_envelope, value_envelope
 from .errors import Misuse, RegistrationError, SerializationError, StepTimeout
@@ -21,6 +21,10 @@ from .settings import SECOND, Micros
 
 STEP_KEY: contextvars.ContextVar[str] = contextvars.ContextVar("durable_step_key")
 """Inside a step: `run_id:step_id`, the key to pass to outside services (27)."""
+
+InThread: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Calls something in a thread."""
+Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _FORBIDDEN = frozenset("/#:@")
@@ -90,7 +94,7 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _is_coroutine_function(fn: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class Attempted:
     error: BaseException | None = None
 
 
-def isolated(plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str, codec: Codec) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def isolated(plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str, codec: Codec) -> Arguments:
     """The arguments as their decoded copy, unless nothing in them can change: a step that alters a list of the body would alter it
     live and not in replay."""
     for value in args:
@@ -121,7 +125,7 @@ async def attempt(
     *,
     step_id: str,
     codec: Codec,
-    run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]],
+    run_blocking: InThread,
     interruptible: bool,
 ) -> Attempted:
     """One attempt. Raises CancelledError only if the task itself was cancelled, and KeyboardInterrupt; every other error is data.
@@ -157,7 +161,7 @@ async def _limited(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     step_id: str,
-    run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]],
+    run_blocking: InThread,
     interruptible: bool,
 ) -> Any:
     if plan.timeout is None:
@@ -175,7 +179,7 @@ async def _limited(
 
 
 async def _measured(
-    plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], step_id: str, run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]]
+    plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], step_id: str, run_blocking: InThread
 ) -> Any:
     """A step in the thread of its body: it can not be interrupted, the time limit takes effect when it returns (28b)."""
     assert plan.timeout is not None
@@ -190,13 +194,13 @@ async def _measured(
 def _timed_out(plan: StepPlan, step_id: str) -> StepTimeout:
     assert plan.timeout is not None
     return StepTimeout(
-        f"ran longer than its timeout of {plan.timeout / SECOND:g} s", step_id=step_id, type_name="durable.errors.StepTimeout"
+        f"ran longer than its timeout of {plan.timeout / SECOND:g} s",
+        step_id=step_id,
+        type_name="durable.errors.StepTimeout",
     )
 
 
-async def _called(
-    plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]]
-) -> Any:
+async def _called(plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], run_blocking: InThread) -> Any:
     if plan.coroutine:
         return await plan.fn(*args, **kwargs)
     context = contextvars.copy_context()
@@ -206,7 +210,9 @@ async def _called(
     return await value if inspect.isawaitable(value) else value
 
 
-def _guarded(context: contextvars.Context, plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+def _guarded(
+    context: contextvars.Context, plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, BaseException | None]:
     """In the thread: an error is handed over as a value, since a future can not carry every class (StopIteration)."""
     try:
         return context.run(plan.fn, *args, **kwargs), None
@@ -215,7 +221,9 @@ def _guarded(context: contextvars.Context, plan: StepPlan, args: tuple[Any, ...]
 
 
 def _as_raised(error: BaseException) -> BaseException:
-    if isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit)):  # a coroutine can not raise these as they are
+    if isinstance(
+        error, (StopIteration, StopAsyncIteration, GeneratorExit)
+    ):  # a coroutine can not raise these as they are
         wrapped = _Carried(f"{type(error).__name__}: {error}")
         wrapped.__cause__ = error
         return wrapped

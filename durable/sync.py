@@ -14,13 +14,13 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from uuid import UUID
 
 from .client import _UNSET, Client, Statuses
-from .context import SignalKind
 from .errors import Misuse
 from .function import Function
 from .handle import Progress, R_co, Run
 from .model import Disposition, Explanation, RunRecord, SchemaStatus, StepRecord
 from .portal import Portal
 from .settings import Duration
+from .signals import Signal
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,7 +114,7 @@ class SyncRun(Generic[R_co]):
         """See `Run.fork`."""
         return SyncRun(self._portal, self._portal.call(self._run.fork, from_step=from_step))
 
-    def signal(self, signal: SignalKind[A], value: A, /, *, id: str | None = None) -> None:
+    def signal(self, signal: Signal[A], value: A, /, *, id: str | None = None) -> None:
         """See `Run.signal`."""
         self._portal.call(self._run.signal, signal, value, id=id)
 
@@ -239,7 +239,7 @@ class SyncClient:
         """See `Client.fork`."""
         return SyncRun(self._portal, self._call(self._client.fork, run_id, from_step=from_step))
 
-    def signal(self, run_id: str, signal: SignalKind[A], value: A, /, *, id: str | None = None) -> None:
+    def signal(self, run_id: str, signal: Signal[A], value: A, /, *, id: str | None = None) -> None:
         """See `Client.signal`."""
         self._call(self._client.signal, run_id, signal, value, id=id)
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from .bodyloop import Host, Scope
+from .branches import Host, Scope
 from .calls import Pending
 from .errors import Misuse
 from .model import Instant, StepRecord

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -12,14 +11,17 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from replay.programs import Wanted
+from replay.simulation import STARTED
+from replay.stage import Stage, declared, play, twice
 
 from durable.activation import Activation
 from durable.codec import read_envelope
 from durable.context import Context, SyncContext
 from durable.errors import (
+    ConfigurationError,
     LeaseLost,
     Misuse,
-    RegistrationError,
     SerializationError,
     SignalTimeout,
     StepFailed,
@@ -41,11 +43,7 @@ from durable.replay import (
     failed_positions,
 )
 from durable.retry import Retry
-from durable.settings import SECOND, Settings
-
-from replay.programs import Wanted
-from replay.simulation import STARTED
-from replay.stage import Played, Stage, declared, play, twice
+from durable.settings import SECOND
 
 ran: list[Any] = []
 
@@ -82,7 +80,7 @@ async def _resting(stage: Stage, body: Any, *args: Any, **changes: Any) -> tuple
     return activation, task
 
 
-# -- steps and ids (18, 21 to 25) -------------------------------------------------------------------------------------------------
+# -- steps and ids (18, 21 to 25) --------------------------------------------------------------------------------------
 
 
 async def test_an_id_is_the_path_of_the_branch_the_name_and_the_nth_call_of_it() -> None:
@@ -274,7 +272,7 @@ async def test_a_durable_function_is_no_step() -> None:
     assert isinstance(ending.error, Misuse)
 
 
-# -- retries of steps (24) --------------------------------------------------------------------------------------------------------
+# -- retries of steps (24) ---------------------------------------------------------------------------------------------
 
 
 async def test_each_failed_attempt_is_a_row_that_is_not_delivered() -> None:
@@ -354,13 +352,13 @@ async def test_a_run_that_is_suspended_in_a_long_back_off_goes_on_with_the_next_
     assert again.ids == ["failing", "failing@1"]
 
 
-# -- time, chance, logs (R8, 29) ---------------------------------------------------------------------------------------------------
+# -- time, chance, logs (R8, 29) ---------------------------------------------------------------------------------------
 
 
 async def test_time_stands_still_between_two_records_and_is_that_of_the_last_one() -> None:
     async def body(ctx: Context) -> list[str]:
         before = ctx.now()
-        time.sleep(0.01)
+        time.sleep(0.01)  # noqa: ASYNC251 - the body's time stands still meanwhile
         assert ctx.now() == before
         await ctx.sleep(timedelta(hours=1))
         return [before.isoformat(), ctx.now().isoformat()]
@@ -386,7 +384,7 @@ async def test_sleep_until_refuses_a_naive_datetime() -> None:
 
     ending = (await play(body)).ending
     assert isinstance(ending, Raised)
-    assert isinstance(ending.error, RegistrationError)
+    assert isinstance(ending.error, ConfigurationError)
 
 
 async def test_chance_is_the_same_in_replay_and_another_for_another_seed() -> None:
@@ -463,7 +461,7 @@ async def test_facts_of_the_run_are_at_hand() -> None:
     assert (await play(body, failures=1, tags={"a": "b"})).value == ["r", 2, None, {"a": "b"}, True, False]
 
 
-# -- changes of code (25) -------------------------------------------------------------------------------------------------------------
+# -- changes of code (25) ----------------------------------------------------------------------------------------------
 
 
 async def test_a_patch_is_taken_by_new_runs_and_by_old_ones_that_had_not_come_there() -> None:
@@ -496,7 +494,7 @@ async def test_a_mismatch_names_what_the_journal_holds_what_the_code_asks_for_an
     assert "ctx.patched" in told
 
 
-# -- signals (32) -----------------------------------------------------------------------------------------------------------------------
+# -- signals (32) ------------------------------------------------------------------------------------------------------
 
 
 async def test_a_signal_that_comes_before_the_wait_is_not_lost_and_each_is_taken_once() -> None:
@@ -541,7 +539,7 @@ async def test_rest_tells_the_wake_counter_that_was_read_with_the_inbox() -> Non
     assert isinstance(await task, PutAside)
 
 
-# -- transactions (26) ------------------------------------------------------------------------------------------------------------------
+# -- transactions (26) -------------------------------------------------------------------------------------------------
 
 
 async def test_a_transaction_commits_its_rows_and_its_record_together() -> None:
@@ -573,7 +571,7 @@ async def test_a_transaction_that_fails_is_a_recorded_failure_and_leaves_no_gap(
     assert [record.position for record in played.records] == [0, 1]
 
 
-# -- rest (30) ---------------------------------------------------------------------------------------------------------------------------
+# -- rest (30) ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_run_at_rest_gives_its_slot_back_and_takes_one_before_it_goes_on() -> None:
@@ -624,7 +622,7 @@ async def test_what_branches_wait_for_among_themselves_does_not_matter_for_rest(
     assert len(stage.rests) == 1
 
 
-# -- cancel and time-out (43 to 47, 12) -------------------------------------------------------------------------------------------------
+# -- cancel and time-out (43 to 47, 12) --------------------------------------------------------------------------------
 
 
 async def test_a_cancel_is_a_record_and_an_ordinary_cancelled_error_in_the_body() -> None:
@@ -678,7 +676,7 @@ async def test_a_refused_ask_is_not_delivered() -> None:
         return "went on"
 
     played = await twice(body)
-    assert [(r.step_id, r.kind) for r in played.records][0] == ("refuse_cancel", RecordKind.PIVOT)
+    assert (played.records[0].step_id, played.records[0].kind) == ("refuse_cancel", RecordKind.PIVOT)
     stage = Stage()
     activation, task = await _resting(stage, body)
     activation.ask_cancel("too late")
@@ -793,7 +791,7 @@ async def test_the_first_of_a_cancel_and_a_due_timer_is_delivered_first() -> Non
     assert ran == ["slept"]
 
 
-# -- the end of a body (28, 28a, 9) -----------------------------------------------------------------------------------------------------
+# -- the end of a body (28, 28a, 9) ------------------------------------------------------------------------------------
 
 
 async def test_a_body_that_is_put_aside_in_a_step_writes_nothing_and_its_step_has_ended() -> None:
@@ -893,7 +891,7 @@ async def test_a_cancelled_activation_leaves_no_task_behind() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-# -- positions of failures (50) ------------------------------------------------------------------------------------------------------------
+# -- positions of failures (50) ----------------------------------------------------------------------------------------
 
 
 async def test_positions_of_failed_records_are_followed_through_causes_contexts_and_groups() -> None:
@@ -920,7 +918,7 @@ def test_an_error_without_records_carries_no_positions() -> None:
     assert failed_positions(None) == ()
 
 
-# -- long journals --------------------------------------------------------------------------------------------------------------------------
+# -- long journals -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_long_replay_does_not_block_the_workers_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -939,7 +937,7 @@ async def test_a_long_replay_does_not_block_the_workers_loop(monkeypatch: pytest
     assert len(ran) == 300
 
 
-# -- def bodies (28b) --------------------------------------------------------------------------------------------------------------------------
+# -- def bodies (28b) --------------------------------------------------------------------------------------------------
 
 
 async def test_a_def_body_and_its_steps_run_in_one_thread_of_their_own() -> None:
@@ -1104,5 +1102,3 @@ async def test_signals_patches_and_the_pivot_block_in_a_def_body() -> None:
     played = await play(body, stage=stage)
     assert played.value == [7, -1, True, 1]
     assert (await play(body, history=played.records)).value == played.value
-
-

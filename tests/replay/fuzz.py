@@ -1,4 +1,5 @@
 """The fuzzer from a command line: `python -m replay.fuzz [count] [start] [uvloop] [eager]` with tests/ on the path."""
+
 from __future__ import annotations
 
 import asyncio
@@ -9,7 +10,9 @@ import traceback
 from replay.simulation import Totals, Violation, check_seed
 
 
-async def search(seeds: range, *, crash_points: int | None = None, first_only: bool = False) -> tuple[Totals, list[tuple[int, object]]]:
+async def search(
+    seeds: range, *, crash_points: int | None = None, first_only: bool = False
+) -> tuple[Totals, list[tuple[int, object]]]:
     """Check the seeds; the violations found, with callbacks that raised counted among them: a uniformly broken engine
     would replay "the same"."""
     totals = Totals()
@@ -36,7 +39,9 @@ async def search(seeds: range, *, crash_points: int | None = None, first_only: b
     return totals, found
 
 
-def run(seeds: range, *, lane: str = "asyncio", crash_points: int | None = None, first_only: bool = False) -> tuple[Totals, list[tuple[int, object]]]:
+def run(
+    seeds: range, *, lane: str = "asyncio", crash_points: int | None = None, first_only: bool = False
+) -> tuple[Totals, list[tuple[int, object]]]:
     """The same on a loop of its own: asyncio, uvloop, or eager tasks outside."""
 
     async def main() -> tuple[Totals, list[tuple[int, object]]]:

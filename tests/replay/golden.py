@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from durable.model import RecordKind, StepRecord
-
 from replay import programs
 from replay.simulation import STARTED, disturbance_of, messages_of, play
+
+from durable.model import RecordKind, StepRecord
 
 COUNT = 400
 FIRST = 100_000
@@ -40,7 +40,16 @@ def _digest(trace: Sequence[str]) -> str:
 
 
 def _row(record: StepRecord) -> list[Any]:
-    return [record.step_id, record.kind.value, record.position, record.seen, record.digest, record.result, record.at - STARTED, record.signal_seq]
+    return [
+        record.step_id,
+        record.kind.value,
+        record.position,
+        record.seen,
+        record.digest,
+        record.result,
+        record.at - STARTED,
+        record.signal_seq,
+    ]
 
 
 def _record(row: Sequence[Any]) -> StepRecord:

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from durable import activation, bodyloop, execution, external, replay, steps
+from durable import activation, bodyloop, branches, execution, external, replay, steps
 
 
 class Rotten(Exception):
@@ -55,7 +55,11 @@ class Mutant:
         if source.count(self.old) != 1:
             raise Rotten(f"{self.name}: {self.old!r} stands {source.count(self.old)} times in {self.function}")
         made: dict[str, Any] = {}
-        exec(compile("from __future__ import annotations\n" + source.replace(self.old, self.new), self.name, "exec"), plain.__globals__, made)
+        exec(
+            compile("from __future__ import annotations\n" + source.replace(self.old, self.new), self.name, "exec"),
+            plain.__globals__,
+            made,
+        )
         changed = made[plain.__name__]
         setattr(self.owner, self.function, property(changed) if is_property else changed)
         try:
@@ -66,7 +70,13 @@ class Mutant:
 
 ACTIVATION, LOOP = activation.Activation, bodyloop.BodyLoop
 CAUGHT = [
-    Mutant("sets of tasks iterate by address", bodyloop.BranchTask, "__hash__", "return self._number", "return id(self) >> 4"),
+    Mutant(
+        "sets of tasks iterate by address",
+        branches.BranchTask,
+        "__hash__",
+        "return self._number",
+        "return id(self) >> 4",
+    ),
     Mutant(
         "steps are started before the frontier",
         ACTIVATION,

@@ -17,6 +17,7 @@ from typing import Any
 from durable.context import Context
 from durable.function import step
 from durable.retry import Retry
+from durable.signals import Signal
 
 Node = tuple[Any, ...]
 USER_VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("user_variable", default="-")
@@ -26,12 +27,9 @@ class Boom(Exception):
     """What a body raises by itself."""
 
 
-class Wanted:
-    """A kind of signal, as `durable.Signal` is one."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.type = int
+def Wanted(name: str) -> Signal[int]:  # noqa: N802 - reads like the class that it makes one of
+    """A kind of signal."""
+    return Signal(name, int)
 
 
 class Effects:

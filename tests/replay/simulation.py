@@ -16,6 +16,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from replay import programs
+
 from durable import activation as activation_module
 from durable import execution
 from durable.activation import Activation
@@ -33,10 +35,19 @@ from durable.model import (
     Status,
     StepRecord,
 )
-from durable.replay import Ending, Interrupted, Mismatch, MisuseEnding, PutAside, Raised, Rest, Returned, Spinning, Stuck
+from durable.replay import (
+    Ending,
+    Interrupted,
+    Mismatch,
+    MisuseEnding,
+    PutAside,
+    Raised,
+    Rest,
+    Returned,
+    Spinning,
+    Stuck,
+)
 from durable.settings import SECOND, Settings
-
-from replay import programs
 
 STARTED = 1_700_000_000 * SECOND
 CODEC = Codec(1 << 20)
@@ -214,6 +225,23 @@ class World:
                     asyncio.get_running_loop().call_soon(_answer, rest)
                     return
 
+    @property
+    def busy(self) -> bool:
+        """Something is under way that will go on by itself."""
+        activation = self.activation
+        assert activation is not None
+        under_way = activation._queued or activation.execution.running or activation._going_on is not None
+        return bool(self.in_flight or self.lane or self.reads or under_way)
+
+    def disturb(self, how: str) -> None:
+        """Somebody asks for a cancel, or the run's time is over."""
+        assert self.activation is not None
+        if how == "cancel":
+            self.cancelled = True
+            self.activation.ask_cancel("")
+        else:
+            self.activation.time_out("timeout")
+
     # -- what steps do ----------------------------------------------------------------------------------------------------
 
     async def act(self, name: str, uid: int, fails: float) -> str:
@@ -350,7 +378,8 @@ def told(ending: Ending) -> str:
     if isinstance(ending, Returned):
         return f"returned {ending.output}"
     error = getattr(ending, "error", None)
-    return f"{type(ending).__name__} {type(error).__name__ if error is not None else ''} {ending.positions if isinstance(ending, Raised) else ''}"
+    positions = ending.positions if isinstance(ending, Raised) else ""
+    return f"{type(ending).__name__} {'' if error is None else type(error).__name__} {positions}"
 
 
 async def play(
@@ -403,11 +432,7 @@ async def _play(tree: programs.Node, world: World, disturbance: Disturbance, can
                 turns += 1
                 own += 1
                 if disturbance is not None and turns > disturbance[1] and not activation.over:
-                    world.cancelled = world.cancelled or disturbance[0] == "cancel"
-                    if disturbance[0] == "cancel":
-                        activation.ask_cancel("")
-                    else:
-                        activation.time_out("timeout")
+                    world.disturb(disturbance[0])
                     disturbance = None
                 rest = activation.rest
                 if rest is not None and suspended is None:
@@ -417,9 +442,13 @@ async def _play(tree: programs.Node, world: World, disturbance: Disturbance, can
                     else:
                         _jump(world, rest, activation)
                 need(own < 5_000, "hang")
-                busy = world.in_flight or world.lane or world.reads or activation._queued or activation.execution.running or activation._going_on
-                idle = 0 if busy or rest is not None or task.done() else idle + 1
-                need(idle < 50, "nothing in flight, yet neither ended nor at rest", list(activation.waits), activation.outside.busy)
+                idle = 0 if world.busy or rest is not None or task.done() else idle + 1
+                need(
+                    idle < 50,
+                    "nothing in flight, yet neither ended nor at rest",
+                    list(activation.waits),
+                    activation.outside.busy,
+                )
         finally:
             if not task.done():  # a rule is broken: leave nothing behind
                 world.lane.clear()
@@ -449,7 +478,12 @@ async def _play(tree: programs.Node, world: World, disturbance: Disturbance, can
             break
         await asyncio.sleep(0)
     need(not world.in_flight, "steps live on", world.in_flight)
-    need(not isinstance(ending, (Mismatch, Spinning, MisuseEnding, Interrupted)), "broken", type(ending).__name__, getattr(ending, "error", None))
+    need(
+        not isinstance(ending, (Mismatch, Spinning, MisuseEnding, Interrupted)),
+        "broken",
+        type(ending).__name__,
+        getattr(ending, "error", None),
+    )
     if isinstance(ending, Stuck):
         world.judge_stuck(activation)
         need(not world.bad, *(world.bad[0] if world.bad else ()))
@@ -478,7 +512,9 @@ def messages_of(seed: int) -> list[Signal]:
     """The signals that a program is sent."""
     draw = random.Random(seed * 7 + 1)
     instants = sorted(STARTED + draw.randrange(120) * SECOND for _ in range(draw.choice([0, 2, 6])))
-    return [Signal(name=draw.choice("xy"), seq=number, payload=str(number), at=at) for number, at in enumerate(instants, 1)]
+    return [
+        Signal(name=draw.choice("xy"), seq=number, payload=str(number), at=at) for number, at in enumerate(instants, 1)
+    ]
 
 
 def disturbance_of(seed: int) -> Disturbance:
@@ -542,8 +578,17 @@ async def check_seed(seed: int, totals: Totals, *, crash_points: int | None = No
         last = max((r.position for r in kept if r.position is not None), default=-1)
         if last in live.marks and last in onward.marks:
             mark, own = live.marks[last], onward.marks[last]
-            need(onward.trace[:own] == live.trace[:mark], "crash: another past", crash, difference(live.trace[:mark], onward.trace[:own]))
+            need(
+                onward.trace[:own] == live.trace[:mark],
+                "crash: another past",
+                crash,
+                difference(live.trace[:mark], onward.trace[:own]),
+            )
         known = {record.step_id for record in kept}
-        need(not known & set(onward.world.step_ids), "crash: a recorded step was executed", known & set(onward.world.step_ids))
+        need(
+            not known & set(onward.world.step_ids),
+            "crash: a recorded step was executed",
+            known & set(onward.world.step_ids),
+        )
         await replayed(onward, tree, messages, seed, "replay after a crash")
     return live

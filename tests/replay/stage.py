@@ -11,14 +11,14 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from replay.simulation import STARTED, run_record
+
 from durable.activation import Activation
 from durable.codec import Codec
 from durable.function import Function, Registry, function
 from durable.model import Claimed, Inbox, Lease, NewRecord, RunRecord, Signal, StepRecord
 from durable.replay import Ending, Raised, Rest, Returned
 from durable.settings import SECOND, Settings
-
-from replay.simulation import STARTED, run_record
 
 LEASE = Lease(run_id="r", tenant=None, attempts=1, mark="m")
 
@@ -51,7 +51,9 @@ class Played:
 class Stage:
     """The recorder (`replay.Recorder`) of one run, and its world."""
 
-    def __init__(self, *, settings: Settings = Settings(), seed: bytes = b"0123456789abcdef", park: bool = False) -> None:
+    def __init__(
+        self, *, settings: Settings = Settings(), seed: bytes = b"0123456789abcdef", park: bool = False
+    ) -> None:
         self.settings = settings
         self.codec = Codec(settings.max_payload)
         self.seed = seed
@@ -138,7 +140,9 @@ class Stage:
         """A signal that comes `at` seconds after the start of the run."""
         self.signals.append(Signal(name=name, seq=len(self.signals) + 1, payload=payload, at=STARTED + at * SECOND))
 
-    def begin(self, fn: Function[..., Any], *args: Any, history: Sequence[StepRecord] = (), **changes: Any) -> Activation:
+    def begin(
+        self, fn: Function[..., Any], *args: Any, history: Sequence[StepRecord] = (), **changes: Any
+    ) -> Activation:
         """An activation of the function, not yet running."""
         self.records = list(history)
         run: RunRecord = run_record(
@@ -148,7 +152,9 @@ class Stage:
         self.activation = Activation(fn, claimed, self)
         return self.activation
 
-    async def play(self, fn: Function[..., Any], *args: Any, history: Sequence[StepRecord] = (), **changes: Any) -> Played:
+    async def play(
+        self, fn: Function[..., Any], *args: Any, history: Sequence[StepRecord] = (), **changes: Any
+    ) -> Played:
         """Run it to its end."""
         activation = self.begin(fn, *args, history=history, **changes)
         ending = await asyncio.wait_for(activation.run(), 30)
@@ -161,7 +167,9 @@ def declared(body: Callable[..., Any], **options: Any) -> Function[..., Any]:
     return made
 
 
-async def play(body: Callable[..., Any], *args: Any, stage: Stage | None = None, history: Sequence[StepRecord] = (), **changes: Any) -> Played:
+async def play(
+    body: Callable[..., Any], *args: Any, stage: Stage | None = None, history: Sequence[StepRecord] = (), **changes: Any
+) -> Played:
     """Play a body on a stage of its own."""
     stage = stage or Stage()
     return await stage.play(declared(body), *args, history=history, **changes)

@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from replay import fuzz, golden
 
 COUNT = int(os.environ.get("DURABLE_FUZZ_PROGRAMS", "0"))
@@ -54,9 +53,17 @@ def test_journals_of_other_processes_and_interpreters_of_the_family_replay_the_s
 def test_another_hash_seed_replays_the_same(hash_seed: str) -> None:
     count = golden.COUNT if COUNT else 24
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join([str(root / "tests"), *sys.path])}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": hash_seed,
+        "PYTHONPATH": os.pathsep.join([str(root / "tests"), *sys.path]),
+    }
     asked = subprocess.run(
-        [sys.executable, "-m", "replay.golden", "check", str(count)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "replay.golden", "check", str(count)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert asked.returncode == 0, asked.stdout[-2_000:] + asked.stderr[-2_000:]
 

@@ -12,15 +12,14 @@ import time
 from typing import Any
 
 import pytest
+from replay.programs import Wanted
+from replay.stage import Stage, declared, play, twice
 
 from durable.context import Context
 from durable.errors import Misuse, NonDeterminismError, SpinningError, StepFailed, StuckError
 from durable.model import RecordKind
 from durable.replay import CancelledEnding, Mismatch, MisuseEnding, PutAside, Raised, Returned, Spinning, Stuck
 from durable.settings import SECOND
-
-from replay.programs import Wanted
-from replay.stage import Stage, declared, play, twice
 
 ran: list[Any] = []
 
@@ -249,7 +248,9 @@ async def collection() -> list[str]:
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, StopIteration, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("threaded", [False, True])
-async def test_what_a_step_raises_unasked_is_a_failure_like_any_other(error: type[BaseException], threaded: bool) -> None:
+async def test_what_a_step_raises_unasked_is_a_failure_like_any_other(
+    error: type[BaseException], threaded: bool
+) -> None:
     async def bad() -> None:
         raise error("x")
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-
 from replay import fuzz, mutants
 
 MOST_PROGRAMS = 60
@@ -34,7 +33,9 @@ def test_a_seeded_fault_is_caught(mutant: mutants.Mutant) -> None:
             with pytest.raises(AssertionError):
                 _probe(mutant.probe)
             return
-        _, found = fuzz.run(range(mutant.start, mutant.start + MOST_PROGRAMS), lane=mutant.lane, crash_points=6, first_only=True)
+        _, found = fuzz.run(
+            range(mutant.start, mutant.start + MOST_PROGRAMS), lane=mutant.lane, crash_points=6, first_only=True
+        )
     assert found, "the fuzzer saw nothing"
 
 
