@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,32 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     await store.close()
 
 
-def hold(store: Store) -> threading.Lock:
-    """Keep the writer thread waiting, so that what is queued meanwhile goes into one transaction."""
-    lock = store._database.core.lock
-    lock.acquire()
-    return lock
+@contextlib.asynccontextmanager
+async def busy(store: Store) -> AsyncIterator[None]:
+    """The writer is at work inside; all that is queued meanwhile goes into the next transaction."""
+    began, end = threading.Event(), threading.Event()
+
+    def work(con: sqlite3.Connection, now: int) -> None:
+        began.set()
+        assert end.wait(GENEROUS)
+
+    working = store._database.core.lane.submit(work, Settings())
+    try:
+        async with asyncio.timeout(GENEROUS):
+            while not began.is_set():
+                await asyncio.sleep(0.001)
+        yield
+    finally:
+        end.set()
+    await working
 
 
-async def queued(store: Store, count: int) -> None:
-    """Wait until the writer has so many operations before it, besides the batch that it holds already."""
-    lane = store._database.core.lane
-    async with asyncio.timeout(GENEROUS):
-        while lane._queue.qsize() < count:
-            await asyncio.sleep(0.001)
+async def queued(store: Store, operations: Sequence[Callable[[sqlite3.Connection, int], Any]]) -> list[asyncio.Task[Any]]:
+    """Tasks whose operations are in the writer's queue."""
+    tasks = [asyncio.create_task(store._database.write(operation)) for operation in operations]
+    await asyncio.sleep(0)
+    assert store._database.core.lane._queue.qsize() >= len(tasks)
+    return tasks
 
 
 def fails(error: Exception) -> Callable[[sqlite3.Connection, int], Any]:
@@ -69,34 +83,24 @@ def keys(con: sqlite3.Connection, now: int) -> list[str]:
 
 async def test_what_is_queued_together_is_committed_together(store: Store, tmp_path: Path) -> None:
     commits: list[str] = []
-    core = store._database.core
-    lock = hold(store)
-    core.writer.set_trace_callback(lambda text: commits.append(text) if text == "COMMIT" else None)
-    first = asyncio.create_task(store._database.write(insert("first")))
-    await asyncio.sleep(0)
-    writes = [asyncio.create_task(store._database.write(insert(f"k{n:03}"))) for n in range(200)]
-    await queued(store, 199)
-    lock.release()
-    await asyncio.gather(first, *writes)
-    core.writer.set_trace_callback(None)
-    assert len(commits) <= 2
-    assert len(await store._database.read(keys)) == 201
+    writer = store._database.core.writer
+    async with busy(store):
+        writes = await queued(store, [insert(f"k{n:03}") for n in range(200)])
+        writer.set_trace_callback(lambda text: commits.append(text) if text == "COMMIT" else None)
+    await asyncio.gather(*writes)
+    writer.set_trace_callback(None)
+    assert len(commits) == 2, "of the one at work, and of all that was queued"
+    assert len(await store._database.read(keys)) == 200
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), Conflict("not so"), sqlite3.IntegrityError("not unique")])
 async def test_an_operation_that_fails_fails_itself_and_not_its_batch(store: Store, error: Exception) -> None:
-    lock = hold(store)
-    await_first = asyncio.create_task(store._database.write(insert("0")))
-    writes = [
-        asyncio.create_task(store._database.write(operation)) for operation in (insert("a"), fails(error), insert("b"))
-    ]
-    await queued(store, 2)
-    lock.release()
-    await await_first
+    async with busy(store):
+        writes = await queued(store, [insert("a"), fails(error), insert("b")])
     answers = await asyncio.gather(*writes, return_exceptions=True)
     assert [answers[0], answers[2]] == [1, 1]
     assert isinstance(answers[1], Conflict if isinstance(error, Conflict) else StoreError)
-    assert await store._database.read(keys) == ["0", "a", "b"], "nothing of the one that failed is left"
+    assert await store._database.read(keys) == ["a", "b"], "nothing of the one that failed is left"
 
 
 async def test_an_operation_that_fails_alone_leaves_nothing(store: Store) -> None:
@@ -131,12 +135,9 @@ async def test_a_read_sees_every_write_that_was_acknowledged_before_it(store: St
 
 
 async def test_a_cancelled_caller_harms_nobody_and_its_write_stays(store: Store) -> None:
-    lock = hold(store)
-    gone = asyncio.create_task(store._database.write(insert("gone")))
-    stays = asyncio.create_task(store._database.write(insert("stays")))
-    await asyncio.sleep(0)
-    gone.cancel()
-    lock.release()
+    async with busy(store):
+        gone, stays = await queued(store, [insert("gone"), insert("stays")])
+        gone.cancel()
     assert await stays == 1
     assert await store._database.read(keys) == ["gone", "stays"]
 
@@ -163,14 +164,15 @@ def test_a_store_is_usable_from_any_number_of_loops_and_threads(tmp_path: Path) 
 def test_an_answer_for_a_loop_that_was_closed_stops_nobody(tmp_path: Path) -> None:
     loop = asyncio.new_event_loop()
     store = loop.run_until_complete(backend.open(f"sqlite:///{tmp_path}/s.db", settings=Settings()))
-    lock = hold(store)
+    left = threading.Event()
 
     async def leave() -> None:
+        store._database.core.lane.submit(lambda con, now: left.wait(GENEROUS), Settings())
         store._database.core.lane.submit(insert("orphan"), Settings())
 
     loop.run_until_complete(leave())
     loop.close()
-    lock.release()
+    left.set()
 
     async def go_on() -> list[str]:
         assert await store._database.write(insert("next")) == 1
