@@ -12,6 +12,7 @@ import random
 import time
 
 import durable
+import durable_sqlite  # noqa: F401  # the entry point would load it in every worker anew
 
 STEPS = 8
 BODY = "body"

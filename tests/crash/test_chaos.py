@@ -12,11 +12,13 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import sqlite3
+import sys
 import threading
 import time
 from pathlib import Path
@@ -79,6 +81,9 @@ class Campaign:
         self.path, self.log = folder / "chaos.db", folder / "bodies.log"
         self.url = f"sqlite:///{self.path}"
         self.context = multiprocessing.get_context("forkserver")
+        # The fork server imports once what every worker needs, so that a new one is at work within milliseconds. It finds
+        # modules by the environment alone.
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*sys.path, os.environ.get("PYTHONPATH", "")]))
         self.context.set_forkserver_preload(["crash.population"])
         self.random = random.Random(SEED)
         self.workers = [self.start() for _ in range(WORKERS)]
@@ -93,13 +98,30 @@ class Campaign:
         return process
 
     def kill_one(self) -> None:
+        """Mostly one that is in the middle of a body; now and then any."""
         place = self.random.randrange(WORKERS)
+        if self.random.random() < 0.9:
+            deadline = time.monotonic() + 10
+            while (busy := self.busy()) is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            place = place if busy is None else busy
         victim = self.workers[place]
         assert victim.is_alive(), f"a worker ended by itself, with {victim.exitcode}"
         victim.kill()
         victim.join()
         self.killed.append(victim.pid)
         self.workers[place] = self.start()
+
+    def busy(self) -> int | None:
+        """The place of a worker that has noted something just now."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4_096))
+            lines = log.read().split(b"\n")[1:-1]
+        pids = [worker.pid for worker in self.workers]
+        recent = [line.split() for line in lines]
+        just_now = [int(pid) for at, pid, *_ in recent if int(at) > time.time_ns() // 1000 - 50_000]
+        places = [pids.index(pid) for pid in just_now if pid in pids]
+        return self.random.choice(places) if places else None
 
     async def run(self) -> list[m.RunRecord]:
         """Submit in portions, kill after each of them, then wait until every run has ended."""
@@ -155,7 +177,7 @@ class Campaign:
             if line.what == BODY:
                 bodies[line.run_id].append(line.pid)
         begun_anew = {
-            pid for pids in bodies.values() for pid, later in zip(pids, pids[1:], strict=False) if pid != later
+            pid for pids in bodies.values() for pid, later in itertools.pairwise(pids) if pid != later
         }
         return sum(pid in begun_anew for pid in self.killed)
 
