@@ -99,7 +99,8 @@ def cursor_values(cursor: str) -> tuple[Instant, str]:
         or not -(2**63) <= found[0] < 2**63
     ):
         raise Conflict(
-            "the cursor is not one that a listing gave", hint="pass back the cursor of the page before, or None for the first page"
+            "the cursor is not one that a listing gave",
+            hint="pass back the cursor of the page before, or None for the first page",
         )
     return found[0], found[1]
 
@@ -134,10 +135,13 @@ class Renames:
     def __init__(self, names: Names) -> None:
         for table, name in names.tables.items():
             if table not in TABLES:
-                raise ConfigurationError(f"there is no table {table!r} to be renamed", hint="known: " + ", ".join(TABLES))
+                raise ConfigurationError(
+                    f"there is no table {table!r} to be renamed", hint="known: " + ", ".join(TABLES)
+                )
             if not _IDENTIFIER.fullmatch(name) or name.startswith("sqlite_"):
                 raise ConfigurationError(
-                    f"{table}: {name!r} can not be a table name", hint="use a-z, 0-9 and _, at most 48 characters, no digit first"
+                    f"{table}: {name!r} can not be a table name",
+                    hint="use a-z, 0-9 and _, at most 48 characters, no digit first",
                 )
         used = [names.tables.get(table, table) for table in TABLES]
         twice = {name for name in used if used.count(name) > 1}
@@ -198,7 +202,11 @@ def statements(text: str) -> list[str]:
 def migrations_of(files: Iterable[tuple[str, str]]) -> Sequence[Migration]:
     """Migrations from (file name, text), in order. Raises ConfigurationError where the numbers have a gap: a broken installation."""
     found = sorted(
-        (Migration(version=int(name[:4]), name=name.removesuffix(".sql"), text=text) for name, text in files if name.endswith(".sql")),
+        (
+            Migration(version=int(name[:4]), name=name.removesuffix(".sql"), text=text)
+            for name, text in files
+            if name.endswith(".sql")
+        ),
         key=lambda migration: migration.version,
     )
     if [migration.version for migration in found] != list(range(1, len(found) + 1)):

@@ -70,7 +70,9 @@ def _file(con: sqlite3.Connection, core: Core) -> list[Check]:
     wal = path.with_name(path.name + "-wal")
     size = wal.stat().st_size if wal.exists() else 0
     if size > 16 * CHECKPOINT_BYTES:
-        text = f"the log has grown to {size >> 20} MiB: a long read or a stopped process keeps it from being copied back"
+        text = (
+            f"the log has grown to {size >> 20} MiB: a long read or a stopped process keeps it from being copied back"
+        )
         found.append(Check(name="log", level="warn", text=text))
     else:
         found.append(Check(name="log", level="ok", text=f"the log has {size >> 10} KiB"))

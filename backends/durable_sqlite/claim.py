@@ -99,8 +99,12 @@ def _routes(request: ClaimRequest) -> str:
 
     A run without a version is taken for its name alone, whatever versions of it the worker registered.
     """
-    pairs = {(name, "") for name, _ in request.functions} | {(name, version or "") for name, version in request.functions}
-    return json.dumps([f"{name}/{version}@{family}" for name, version in sorted(pairs) for family in ("", request.family)])
+    pairs = {(name, "") for name, _ in request.functions} | {
+        (name, version or "") for name, version in request.functions
+    }
+    return json.dumps(
+        [f"{name}/{version}@{family}" for name, version in sorted(pairs) for family in ("", request.family)]
+    )
 
 
 def _paused(con: sqlite3.Connection, request: ClaimRequest) -> frozenset[str]:
@@ -162,7 +166,8 @@ def _admitted(con: sqlite3.Connection, now: Instant, rows: Sequence[tuple[Any, .
     if endings:
         landing.land(con, now, endings)
     candidates = [
-        flow.Candidate(run_id=row[0], tenant_id=row[3], queue=row[9], name=row[1], concurrency_key=row[29]) for row in going
+        flow.Candidate(run_id=row[0], tenant_id=row[3], queue=row[9], name=row[1], concurrency_key=row[29])
+        for row in going
     ]
     admitted = {candidate.run_id for candidate in flow.admit(con, now, candidates)}
     return [row for row in going if row[0] in admitted]
@@ -180,7 +185,9 @@ def _ending(now: Instant, row: tuple[Any, ...]) -> landing.Ending | None:
     return None
 
 
-def _take(con: sqlite3.Connection, now: Instant, request: ClaimRequest, rows: Sequence[tuple[Any, ...]]) -> list[RunRecord]:
+def _take(
+    con: sqlite3.Connection, now: Instant, request: ClaimRequest, rows: Sequence[tuple[Any, ...]]
+) -> list[RunRecord]:
     until = now + request.lease
     con.executemany(TAKE, [(until, request.mark, now, request.family, now, row[14]) for row in rows])
     runs: list[RunRecord] = []

@@ -251,13 +251,13 @@ class Core:
         self._failure: str | None = None
         self._checkpoint_pause = 0.0
         self._checkpoint_at = 0.0
-        self._data_version = 0
         self._readers: dict[str, Lane] = {}
         self._readers_lock = threading.Lock()
         self._sides: dict[Callable[[Core], Closes], Closes] = {}
         self.writer = connect()
         if prepare is not None:
             self._prepare(prepare)
+        (self._data_version,) = self.writer.execute("PRAGMA data_version").fetchone()
         found = os.stat(path) if path is not None else None
         self._identity = (found.st_ino, found.st_dev) if found is not None else None
         self._wal = f"{path}-wal"
@@ -291,7 +291,10 @@ class Core:
         wall = self.clock() if self.clock is not None else time.time_ns() // 1_000
         if wall < self._last:
             if self.clock is None and self._last - wall > 1_000_000:
-                log.warning("the clock of this machine went back by %.1f s; leases last longer by that", (self._last - wall) / 1e6)
+                log.warning(
+                    "the clock of this machine went back by %.1f s; leases last longer by that",
+                    (self._last - wall) / 1e6,
+                )
             return self._last
         self._last = wall
         return wall
@@ -306,7 +309,9 @@ class Core:
                 hint="open the store in the child process (for example in a post-fork hook)",
             )
         if self._failure is not None:
-            raise StoreUnavailable(self._failure, hint="restart this process, so that it opens the file that is there now")
+            raise StoreUnavailable(
+                self._failure, hint="restart this process, so that it opens the file that is there now"
+            )
 
     @property
     def usable(self) -> bool:
@@ -403,7 +408,9 @@ class Core:
         try:
             (found,) = self.writer.execute("PRAGMA data_version").fetchone()
         except sqlite3.Error:
-            log.warning("data_version could not be read; waiting callers fall back to their poll interval", exc_info=True)
+            log.warning(
+                "data_version could not be read; waiting callers fall back to their poll interval", exc_info=True
+            )
             return
         if found != self._data_version:
             self._data_version = found

@@ -60,7 +60,9 @@ class _Batch:
         self.con = con
         self.now = now
         self.runs = runs
-        self.known = self._by_id({run.run_id for run in runs} | {edge.run_id for run in runs for edge in run.depends_on})
+        self.known = self._by_id(
+            {run.run_id for run in runs} | {edge.run_id for run in runs for edge in run.depends_on}
+        )
         self.parents = self._by_id({run.parent_run_id for run in runs if run.parent_run_id is not None})
         self.ids = {run.run_id for run in runs}
         self.keys = self._stored_keys()
@@ -79,7 +81,8 @@ class _Batch:
             landing.land(self.con, self.now, self.lost)
             landed = self._by_id({ending.run_id for ending in self.lost})
             answers = [
-                Submitted(run=landed.get(answer.run.run_id, answer.run), disposition=answer.disposition) for answer in answers
+                Submitted(run=landed.get(answer.run.run_id, answer.run), disposition=answer.disposition)
+                for answer in answers
             ]
         return answers
 
@@ -208,7 +211,10 @@ class _Batch:
             parent = self.parents.get(run.parent_run_id) or self.known.get(run.parent_run_id)
             if parent is not None:
                 if parent.tenant != run.tenant:
-                    raise NotFound(f"there is no run {run.parent_run_id} to be the parent", hint="a child is of its parent's tenant")
+                    raise NotFound(
+                        f"there is no run {run.parent_run_id} to be the parent",
+                        hint="a child is of its parent's tenant",
+                    )
                 if not run.detached:
                     candidates += [] if parent.deadline_at is None else [parent.deadline_at]
                     if parent.status in TERMINAL and parent.status is not Status.COMPLETED:
@@ -221,9 +227,13 @@ class _Batch:
         for edge in run.depends_on:
             before = self.known.get(edge.run_id)
             if edge.run_id == run.run_id or (before is None and edge.run_id not in self.ids):
-                raise NotFound(f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="submit a graph as one batch")
+                raise NotFound(
+                    f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="submit a graph as one batch"
+                )
             if before is not None and before.tenant != run.tenant:
-                raise NotFound(f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="a graph is of one tenant")
+                raise NotFound(
+                    f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="a graph is of one tenant"
+                )
             self.edges.append((run.run_id, edge.run_id, edge.position, edge.kind))
             left += before is None or before.status is not Status.COMPLETED
             if before is not None and before.status in TERMINAL and before.status is not Status.COMPLETED:
@@ -249,7 +259,9 @@ def _check(run: NewRun) -> None:
     for what in ("idempotency_key", "coalesce_key", "sequence_key", "concurrency_key"):
         key = getattr(run, what)
         if key is not None and not 0 < len(key) <= KEY_LENGTH:
-            raise Conflict(f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones")
+            raise Conflict(
+                f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones"
+            )
 
 
 def _join_key(run: NewRun) -> str:

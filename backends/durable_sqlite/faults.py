@@ -89,6 +89,8 @@ def mapped(error: BaseException) -> DurableError:
     elif isinstance(error, OSError):
         made = StoreUnavailable(f"the operating system says: {error}", hint="check the path and its permissions")
     else:
-        made = StoreError(f"unexpected {type(error).__name__}: {error}", hint="this is a bug of durable: please report it")
+        made = StoreError(
+            f"unexpected {type(error).__name__}: {error}", hint="this is a bug of durable: please report it"
+        )
     made.__cause__ = error
     return made

@@ -31,7 +31,9 @@ END_MISMATCH: Final = """
 UPDATE durable_run SET mismatch_since = NULL
 WHERE run_id IN (SELECT value FROM json_each(?)) AND mismatch_since IS NOT NULL
 """
-PIVOT: Final = "UPDATE durable_run SET cancel_refused_at = coalesce(cancel_refused_at, ?), updated_at = ? WHERE run_id = ?"
+PIVOT: Final = (
+    "UPDATE durable_run SET cancel_refused_at = coalesce(cancel_refused_at, ?), updated_at = ? WHERE run_id = ?"
+)
 COMPENSATION: Final = "UPDATE durable_run SET compensating = 1, updated_at = ? WHERE run_id = ?"
 PROGRESS: Final = "UPDATE durable_run SET progress = ?, updated_at = ? WHERE run_id = ?"
 VISIBLE: Final = "SELECT 1 FROM durable_run WHERE run_id = ? AND (? OR tenant_id IS ?)"
@@ -91,7 +93,9 @@ def _append_one(
         return Appended(state="appended", record=_stored(now, lease, record))
     if not standing(con, lease):
         return Appended(state="lost", record=None)
-    return Appended(state="recorded", record=step_record(con.execute(STORED, (lease.run_id, record.step_id)).fetchone()))
+    return Appended(
+        state="recorded", record=step_record(con.execute(STORED, (lease.run_id, record.step_id)).fetchone())
+    )
 
 
 def _stored(now: Instant, lease: Lease, record: NewRecord) -> StepRecord:

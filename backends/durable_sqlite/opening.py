@@ -29,7 +29,21 @@ from .faults import mapped
 OLDEST: Final = (3, 35, 0)
 """Generated columns, upsert and the math that the queries use; what Python 3.11 is built with is newer."""
 NETWORK: Final = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p", "glusterfs", "fuse.glusterfs", "ceph", "fuse.ceph", "lustre", "afs"}
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "fuse.sshfs",
+        "9p",
+        "glusterfs",
+        "fuse.glusterfs",
+        "ceph",
+        "fuse.ceph",
+        "lustre",
+        "afs",
+    }
 )
 
 
@@ -60,7 +74,8 @@ def path_of(url: str) -> Path | None:
         raise ConfigurationError(f"{url!r} names a host, and SQLite has none", hint=f"write {form}, with three slashes")
     if parts.query or parts.fragment:
         raise ConfigurationError(
-            f"{url!r} has a query or a fragment", hint="settings are arguments; a ? or # that belongs to the path is written %3F or %23"
+            f"{url!r} has a query or a fragment",
+            hint="settings are arguments; a ? or # that belongs to the path is written %3F or %23",
         )
     text = urllib.parse.unquote(parts.path[1:])
     if "\0" in text:
@@ -114,7 +129,8 @@ def _prepare_file(path: Path, auto_migrate: bool | None) -> None:
         raise StoreUnavailable(f"the directory {path.parent} does not exist", hint="create it, or correct the URL")
     if auto_migrate is False and not path.exists():
         raise SchemaMismatch(
-            f"there is no database at {path}", hint="check the path, run `durable migrate`, or open it without auto_migrate=False"
+            f"there is no database at {path}",
+            hint="check the path, run `durable migrate`, or open it without auto_migrate=False",
         )
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))  # payloads are nobody else's business
@@ -142,12 +158,15 @@ def _connect(target: str, renames: Renames) -> Connection:
 def _connect_file(path: Path, renames: Renames) -> Connection:
     con = _connect(str(path), renames)
     try:
-        con.execute("PRAGMA schema_version").fetchone()  # reads the header: a file that is no database is refused untouched
+        con.execute(
+            "PRAGMA schema_version"
+        ).fetchone()  # reads the header: a file that is no database is refused untouched
         # With the built-in timeout: processes that start together meet here, and our own retry comes later.
         (mode,) = con.execute("PRAGMA journal_mode=WAL").fetchone()
         if mode != "wal":
             raise StoreUnavailable(
-                f"{path} can not use a write-ahead log (journal mode {mode})", hint="put the file on a local file system"
+                f"{path} can not use a write-ahead log (journal mode {mode})",
+                hint="put the file on a local file system",
             )
         con.execute("PRAGMA synchronous=FULL")
         con.execute("PRAGMA wal_autocheckpoint=0")
@@ -199,7 +218,11 @@ def open_database(
     renames = Renames(names)
     if path is None:
         core = Core(
-            path=None, connect=lambda: _connect_memory(names, renames), clock=clock, busy_timeout=settings.busy_timeout, renames=renames
+            path=None,
+            connect=lambda: _connect_memory(names, renames),
+            clock=clock,
+            busy_timeout=settings.busy_timeout,
+            renames=renames,
         )
         return Database(core, settings, Core.close)
     key = (os.getpid(), str(path), tuple(sorted(names.tables.items())))
@@ -211,7 +234,12 @@ def open_database(
 
 
 def _shared(
-    key: _Key, path: Path, settings: Settings, renames: Renames, auto_migrate: bool | None, clock: Callable[[], Instant] | None
+    key: _Key,
+    path: Path,
+    settings: Settings,
+    renames: Renames,
+    auto_migrate: bool | None,
+    clock: Callable[[], Instant] | None,
 ) -> Database:
     known, handles = _cores.get(key, (None, 0))
     if known is not None and not known.usable:
@@ -219,7 +247,8 @@ def _shared(
     if known is not None:
         if known.clock is not clock:
             raise ConfigurationError(
-                f"{path} is open in this process with another clock", hint="open all stores of one file with the same clock"
+                f"{path} is open in this process with another clock",
+                hint="open all stores of one file with the same clock",
             )
         _cores[key] = (known, handles + 1)
         return Database(known, settings, lambda core: _release(key, core))

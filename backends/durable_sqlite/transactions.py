@@ -151,9 +151,7 @@ async def _in_turn(
     return answered
 
 
-async def _on_lane(
-    database: Database, side: Side, operation: Operation[T]
-) -> tuple[T, asyncio.CancelledError | None]:
+async def _on_lane(database: Database, side: Side, operation: Operation[T]) -> tuple[T, asyncio.CancelledError | None]:
     """Run it to its end whatever happens to the caller: a transaction that nobody ends would hold the lock of everybody. A cancel that
     comes meanwhile is given back, to be raised where nothing is left open."""
     future = side.lane.submit(operation, database.settings)
@@ -295,9 +293,13 @@ def on_callers(database: Database, tx: object, operation: Operation[T]) -> T:
 def _checked(database: Database, tx: object) -> sqlite3.Connection:
     path = database.core.path
     if not isinstance(tx, sqlite3.Connection):
-        raise Misuse(f"tx is a {type(tx).__name__}", hint="pass the sqlite3.Connection on which your transaction is open")
+        raise Misuse(
+            f"tx is a {type(tx).__name__}", hint="pass the sqlite3.Connection on which your transaction is open"
+        )
     if path is None:
-        raise Misuse("a store in memory has no file that your connection could share", hint="use a file: sqlite:///path.db")
+        raise Misuse(
+            "a store in memory has no file that your connection could share", hint="use a file: sqlite:///path.db"
+        )
     if not tx.in_transaction:
         raise Misuse(
             "the connection has no open transaction",

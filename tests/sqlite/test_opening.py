@@ -49,7 +49,14 @@ def says_what_to_do(error: pytest.ExceptionInfo[DurableError]) -> bool:
 
 @pytest.mark.parametrize(
     "bad",
-    ["sqlite://host/file.db", "sqlite:/file.db", "postgresql://x/y", "sqlite:///file.db?mode=ro", "sqlite:///a#b", "sqlite:///a%00b"],
+    [
+        "sqlite://host/file.db",
+        "sqlite:/file.db",
+        "postgresql://x/y",
+        "sqlite:///file.db?mode=ro",
+        "sqlite:///a#b",
+        "sqlite:///a%00b",
+    ],
 )
 async def test_a_url_that_names_neither_a_file_nor_memory_is_refused_in_plain_words(bad: str) -> None:
     with pytest.raises(ConfigurationError) as error:
@@ -112,7 +119,9 @@ async def test_the_mode_of_a_file_that_is_there_is_left_alone(tmp_path: Path) ->
     await store.close()
 
 
-@pytest.mark.parametrize("content", [b"hello", b"# a text file\n" * 1000, b"SQLite format 3\0 and then nothing that fits"])
+@pytest.mark.parametrize(
+    "content", [b"hello", b"# a text file\n" * 1000, b"SQLite format 3\0 and then nothing that fits"]
+)
 async def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
@@ -144,7 +153,6 @@ async def test_a_truncated_database_is_a_store_error_that_says_damaged(tmp_path:
     await store.enqueue([new_run() for _ in range(50)])
     await store.close()
     path.write_bytes(path.read_bytes()[: 4096 * 3])
-
 
     async def used() -> None:
         store = await opened(path)
@@ -195,7 +203,11 @@ def child(code: str, *arguments: str) -> str:
     """What a process of its own prints; it must end well."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -231,7 +243,9 @@ async def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_an_unknown_file_system_in_user_space_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_file_system_in_user_space_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(opening, "_file_system", lambda path: "fuse.something")
     with pytest.warns(UserWarning, match=r"fuse\.something"):
         store = await opened(tmp_path / "s.db")
@@ -297,7 +311,9 @@ async def test_an_older_schema_is_brought_up_to_date_and_keeps_its_rows(tmp_path
     await store.close()
 
 
-async def test_an_older_schema_with_auto_migrate_false_is_refused_and_left_as_it_is(tmp_path: Path, request: Any) -> None:
+async def test_an_older_schema_with_auto_migrate_false_is_refused_and_left_as_it_is(
+    tmp_path: Path, request: Any
+) -> None:
     await (await opened(tmp_path / "s.db")).close()
     request.getfixturevalue("next_version")
     with pytest.raises(SchemaMismatch) as error:
@@ -383,7 +399,12 @@ async def test_tables_can_have_other_names_and_two_sets_live_in_one_file(tmp_pat
 
 @pytest.mark.parametrize(
     "tables",
-    [{"durable_nothing": "x"}, {"durable_run": "Robert'); DROP"}, {"durable_run": "sqlite_x"}, {"durable_run": "durable_step"}],
+    [
+        {"durable_nothing": "x"},
+        {"durable_run": "Robert'); DROP"},
+        {"durable_run": "sqlite_x"},
+        {"durable_run": "durable_step"},
+    ],
 )
 async def test_a_table_name_that_can_not_work_is_refused(tables: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError):
@@ -415,7 +436,10 @@ def test_the_published_schema_is_that_of_the_migrations() -> None:
 def test_the_published_schema_makes_the_same_database_as_the_migrations() -> None:
     def shape(con: sqlite3.Connection) -> list[Any]:
         rows = con.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name").fetchall()
-        return [(kind, name, table, " ".join((sql or "").split()).replace("( ", "(").replace(" )", ")")) for kind, name, table, sql in rows]
+        return [
+            (kind, name, table, " ".join((sql or "").split()).replace("( ", "(").replace(" )", ")"))
+            for kind, name, table, sql in rows
+        ]
 
     published, migrated = sqlite3.connect(":memory:"), sqlite3.connect(":memory:")
     published.executescript(backend.schema())

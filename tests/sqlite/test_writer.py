@@ -54,7 +54,9 @@ async def busy(store: Store) -> AsyncIterator[None]:
     await working
 
 
-async def queued(store: Store, operations: Sequence[Callable[[sqlite3.Connection, int], Any]]) -> list[asyncio.Task[Any]]:
+async def queued(
+    store: Store, operations: Sequence[Callable[[sqlite3.Connection, int], Any]]
+) -> list[asyncio.Task[Any]]:
     """Tasks whose operations are in the writer's queue."""
     tasks = [asyncio.create_task(store._database.write(operation)) for operation in operations]
     await asyncio.sleep(0)
@@ -259,7 +261,12 @@ async def test_a_closed_store_says_so(store: Store) -> None:
     await asyncio.sleep(0)
     await store.close()
     await pending  # what was queued is finished
-    for call in (store.enqueue([new_run()]), store.count(RunQuery(), scope=ALL), store.wait(["queue:x"], 1), store.notify([])):
+    for call in (
+        store.enqueue([new_run()]),
+        store.count(RunQuery(), scope=ALL),
+        store.wait(["queue:x"], 1),
+        store.notify([]),
+    ):
         with pytest.raises(StoreUnavailable, match="closed"):
             await call
     await store.close()
@@ -281,7 +288,8 @@ async def test_a_child_of_a_fork_is_refused_and_the_parent_goes_on(store: Store,
                 code = 0 if "fork" in str(error) else 2
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
     await store.enqueue([new_run()])
     assert await store.count(RunQuery(), scope=ALL) == 2
 
@@ -340,14 +348,20 @@ asyncio.run(main())
 KILLS = int(os.environ.get("DURABLE_SQLITE_KILLS", "3"))
 
 
-def test_kill_minus_nine_in_the_middle_of_writes_loses_nothing_acknowledged_and_leaves_nothing_half(tmp_path: Path) -> None:
+def test_kill_minus_nine_in_the_middle_of_writes_loses_nothing_acknowledged_and_leaves_nothing_half(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "s.db"
     said: dict[str, set[str]] = {"enqueued": set(), "recorded": set(), "landed": set()}
     chance = random.Random(9)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(KILLS):
         victim = subprocess.Popen(
-            [sys.executable, "-c", VICTIM, str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", VICTIM, str(path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert victim.stdout is not None
         assert victim.stderr is not None
@@ -372,7 +386,9 @@ def _check(path: Path, said: dict[str, set[str]]) -> None:
         assert set(batches.values()) <= {5}, "no half batch"
         assert said["enqueued"] <= set(batches), "no acknowledged submit is lost"
         assert said["recorded"] <= {run for (run,) in con.execute("SELECT run_id FROM durable_step")}
-        assert said["landed"] <= {run for (run,) in con.execute("SELECT run_id FROM durable_run WHERE status = 'completed'")}
+        assert said["landed"] <= {
+            run for (run,) in con.execute("SELECT run_id FROM durable_run WHERE status = 'completed'")
+        }
     finally:
         con.close()
 
@@ -380,7 +396,9 @@ def _check(path: Path, said: dict[str, set[str]]) -> None:
 async def test_stores_of_several_processes_work_on_one_file(store: Store, tmp_path: Path) -> None:
     """A second process enqueues while this one works: each run is taken once, and all land."""
     runs = 200
-    code = VICTIM.split("async def work", maxsplit=1)[0] + f"""
+    code = (
+        VICTIM.split("async def work", maxsplit=1)[0]
+        + f"""
 async def main():
     store = await backend.open("sqlite:///" + sys.argv[1], settings=Settings())
     for _ in range({runs}):
@@ -388,8 +406,9 @@ async def main():
     await store.close()
 asyncio.run(main())
 """
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "s.db")], env=environment)
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", code, str(tmp_path / "s.db"), env=environment)
     scene = Scene(store, None)  # type: ignore[arg-type]  # no clock is moved here
     landed: list[str] = []
     async with asyncio.timeout(GENEROUS):
@@ -402,6 +421,6 @@ asyncio.run(main())
             landed += [one.run.run_id for one in claimed]
             if not claimed:
                 await store.wait(["queue:default"], SECOND)
-    assert other.wait(GENEROUS) == 0
+        assert await other.wait() == 0
     assert len(set(landed)) == runs
     assert list(await store.audit(scope=ALL)) == []
