@@ -72,7 +72,7 @@ CREATE UNIQUE INDEX durable_run_coalesce ON durable_run (coalesce_key) WHERE coa
 CREATE INDEX durable_run_ready ON durable_run (queue, route, priority DESC, submitted) WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL;
 CREATE INDEX durable_run_ready_tenant ON durable_run (tenant_id, queue, route, priority DESC, submitted) WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL AND tenant_id IS NOT NULL;
 CREATE INDEX durable_run_blocked ON durable_run (blocked_on, priority DESC, submitted) WHERE status = 'pending' AND blocked_on IS NOT NULL;
-CREATE INDEX durable_run_due ON durable_run (available_at) WHERE status IN ('pending', 'suspended') AND available_at IS NOT NULL;
+CREATE INDEX durable_run_due ON durable_run (available_at) WHERE status IN ('pending', 'suspended') AND available_at IS NOT NULL AND (status = 'pending' OR attempts > 0);
 CREATE INDEX durable_run_leases ON durable_run (leased_until) WHERE status = 'running';
 CREATE INDEX durable_run_claims ON durable_run (lease_owner) WHERE status = 'running';
 CREATE INDEX durable_run_purge ON durable_run (purge_at) WHERE purge_at IS NOT NULL;
@@ -189,4 +189,4 @@ CREATE TABLE durable_dependency (
 );
 CREATE INDEX durable_dependency_on ON durable_dependency (depends_on);
 INSERT INTO durable_schema_version (version, checksum, applied_at)
-    VALUES (1, '6287f4227904f9ce51e82c3e03d3b7bd7c7af2a4ec21a4d120ab5afb307031d2', CAST(strftime('%s', 'now') AS INTEGER) * 1000000);
+    VALUES (1, 'bc16af341d962d2b20c991670664e531fbef7ff245ba2bc0e771488505aec1b1', CAST(strftime('%s', 'now') AS INTEGER) * 1000000);
