@@ -178,7 +178,8 @@ class Activation:
     def registered(self, waiter: Waiter, name: str) -> None:
         """A call is made: it gets its id, and what the journal holds under that id must be the same call (R6, R7)."""
         journal = self.journal
-        waiter.step_id = step_id = self.body.scope().step_id(name)
+        scope = self.body.scope()
+        waiter.step_id = step_id = scope.step_id(name)
         waiter.seen = journal.seen
         waiter.order = self._count = self._count + 1
         record = journal.by_id.get(step_id)
@@ -192,6 +193,7 @@ class Activation:
                     self.outside.listen(waiter)
             elif isinstance(waiter, Pending):
                 self.unstarted[step_id] = waiter
+                waiter.shielded = scope.shields > 0
                 if waiter.context is None:  # the user's context variables flow into the step, never back (R10)
                     waiter.context = contextvars.copy_context()
         elif record.kind is not waiter.kind or record.digest != waiter.digest:

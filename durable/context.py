@@ -137,7 +137,6 @@ class _Facts:
         call.arguments = plan.signature.encode_arguments(codec, args, kwargs)
         call.digest = digest(call.arguments)
         call.annotation = plan.signature.returns
-        call.shielded = self._host.body.scope().shields > 0
 
     def _timer(self, call: Pending, due: Instant, told: Micros) -> None:
         call.codec = self._host.codec
@@ -166,7 +165,6 @@ class _Facts:
         call.codec = self._host.codec
         call.kind = kind
         call.envelope = envelope
-        call.shielded = self._host.body.scope().shields > 0
 
     def _is_patched(self, change_id: str) -> bool | None:
         """True or False if the journal decides; None: the change is to be recorded (25)."""
@@ -185,15 +183,14 @@ class _Facts:
 class Context(_Facts):
     """The context of an `async def` body. Its verbs may be awaited, gathered, wrapped in tasks: plain asyncio replays."""
 
-    @property
-    def _loop(self) -> BodyLoop:
-        body = self._host.body
-        assert isinstance(body, BodyLoop)
-        return body
+    def __init__(self, host: Activation, function: str) -> None:
+        super().__init__(host, function)
+        assert isinstance(host.body, BodyLoop)
+        self._loop = host.body
 
     def _here(self, verb: str) -> None:
-        body = self._host.body
-        if events._get_running_loop() is not body and not body.closed:
+        loop = self._loop
+        if events._get_running_loop() is not loop and not loop.closed:
             raise Misuse(
                 f"ctx.{verb} was called outside the body of the run (in a step, a thread, or another run)",
                 hint="call it in the body and pass the value on; a step takes values, not the context",
@@ -341,11 +338,10 @@ class _Turn:
 class SyncContext(_Facts):
     """The context of a `def` body: the same verbs, blocking. It belongs to the thread of the body (28b)."""
 
-    @property
-    def _thread(self) -> ThreadBody:
-        body = self._host.body
-        assert isinstance(body, ThreadBody)
-        return body
+    def __init__(self, host: Activation, function: str) -> None:
+        super().__init__(host, function)
+        assert isinstance(host.body, ThreadBody)
+        self._thread = host.body
 
     def _here(self, verb: str) -> None:
         self._thread.check(f"ctx.{verb}")
