@@ -154,7 +154,8 @@ class RunStore(Protocol):
         """A new run with the records before the chosen step copied (51).
 
         `from_step`: a position, or a step id (the first record that is not copied). Fresh keys, `forked_from`, the same seed.
-        A copied start of a child whose end lies after the cut is dropped. Inserted pending with attempts = 1. Repeated with the
+        A copied start of a child whose end lies after the cut is dropped, with all that was made after it was seen (a body comes
+        to that only behind the child that it has yet to start again). Inserted pending with attempts = 1. Repeated with the
         same `new_run_id` it returns that run. NotFound, or Conflict for a step id that the journal lacks.
         """
         ...

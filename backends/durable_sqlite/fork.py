@@ -17,7 +17,7 @@ from .connection import announce
 from .rows import RUN_COLUMNS, run_record
 
 RUN = f"SELECT {RUN_COLUMNS} FROM durable_run WHERE run_id = ?"
-JOURNAL = "SELECT step_id, kind, position, signal_seq FROM durable_step WHERE run_id = ? ORDER BY position"
+JOURNAL = "SELECT step_id, kind, position, signal_seq, seen FROM durable_step WHERE run_id = ? ORDER BY position"
 # Fresh keys, no parent, no schedule, no signals: a run of its own, with the seed and the start of the old one, so that what is
 # replayed reads the same. `attempts = 1`, since a fresh run reads no journal. Signals to come count on from those that are taken.
 COPY_RUN = """
@@ -76,10 +76,11 @@ def _read(con: sqlite3.Connection, run_id: str) -> RunRecord | None:
 
 def _kept(con: sqlite3.Connection, run_id: str, from_step: int | str) -> list[tuple[str, str, int | None]]:
     """(step id, kind, signal) of the records to be copied: those before the cut, without the starts of children whose end is not
-    among them: the fork has no such child, and starts its own."""
+    among them (the fork has no such child, and starts its own) and without what was made after such a start was seen: the body
+    could not come to it before it has started a child again, and it starts nothing before the journal is exhausted."""
     rows = [row for row in con.execute(JOURNAL, (run_id,)) if row[2] is not None]
     if isinstance(from_step, str):
-        cut = next((position for step_id, _, position, _ in rows if step_id == from_step), None)
+        cut = next((position for step_id, _, position, _, _ in rows if step_id == from_step), None)
         if cut is None:
             raise Conflict(f"the journal of run {run_id} has no step {from_step!r}", hint="runs show lists its steps")
     else:
@@ -88,5 +89,6 @@ def _kept(con: sqlite3.Connection, run_id: str, from_step: int | str) -> list[tu
             raise Conflict(f"{cut} is no position of a journal", hint="positions count from 0")
     kept = [row for row in rows if row[2] < cut]
     names = {row[0] for row in kept}
-    childless = {row[0] for row in kept if row[1] == RecordKind.START and f"{row[0]}:end" not in names}
-    return [(row[0], row[1], row[3]) for row in kept if row[0] not in childless]
+    childless = [row[2] for row in kept if row[1] == RecordKind.START and f"{row[0]}:end" not in names]
+    first = min(childless, default=cut)
+    return [(row[0], row[1], row[3]) for row in kept if row[2] not in childless and row[4] < first]

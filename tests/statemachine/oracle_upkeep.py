@@ -87,7 +87,8 @@ class Oracle(RunOracle):
         kept = [r for r in journal if r.position is not None and cut is not None and r.position < cut]
         names = {r.step_id for r in kept}
         childless = [r for r in kept if r.kind == "start" and f"{r.step_id}:end" not in names]
-        kept = [dataclasses.replace(r, fence=1) for r in kept if r not in childless]
+        first = min((r.position for r in childless), default=cut)
+        kept = [dataclasses.replace(r, fence=1) for r in kept if r not in childless and r.seen < first]
         self.serial += 1
         copied = "name tenant input queue priority max_attempts options version fingerprint seed keep sequence_key concurrency_key"
         new = Row(

@@ -146,6 +146,17 @@ async def test_a_copied_start_of_a_child_that_never_ended_is_dropped(scene: Scen
 
 
 @rule(51)
+async def test_what_was_made_after_a_dropped_start_was_seen_is_dropped_with_it(scene: Scene) -> None:
+    """The body comes to such a record only behind the child that it has yet to start again."""
+    family = await scene.with_children(1)
+    await scene.append(family.parent, "beside", seen=-1)
+    await scene.append(family.parent, "behind", seen=0)
+    await scene.append(family.parent, "last", seen=-1)
+    run = await fork(scene, family.parent.run.run_id, "last")
+    assert await scene.steps(run.run_id) == ["beside"]
+
+
+@rule(51)
 async def test_a_fork_is_tried_in_its_own_time(scene: Scene) -> None:
     """Neither the instant nor the deadline of the source is past when the fork begins."""
     held = await source(scene, deadline_after=HOUR)
