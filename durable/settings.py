@@ -31,16 +31,17 @@ LONGEST: Micros = 36_500 * DAY
 
 def micros(value: Duration, /, *, what: str = "duration") -> Micros:
     """Microseconds of a duration. Raises ConfigurationError for text that is none, a negative, a NaN or an endless one."""
+    given: object = value  # whatever it is declared to be
     try:
-        if isinstance(value, timedelta):
-            amount = value // timedelta(microseconds=1)
-        elif isinstance(value, str):
-            parts = _PART.findall(value)
-            if not parts or "".join(number + unit for number, unit in parts) != value.replace(" ", ""):
+        if isinstance(given, timedelta):
+            amount = given // timedelta(microseconds=1)
+        elif isinstance(given, str):
+            parts = _PART.findall(given)
+            if not parts or "".join(number + unit for number, unit in parts) != given.replace(" ", ""):
                 raise ValueError("not a duration")
             amount = sum(round(float(number) * _UNITS[unit]) for number, unit in parts)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            amount = round(value * SECOND)
+        elif isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given):
+            amount = round(given * SECOND)
         else:
             raise ValueError("not a duration")
         if not 0 <= amount <= LONGEST:
