@@ -57,7 +57,7 @@ class Driver:
         """The whole visible state of both: runs, journals, pulses, schedules, queues; and a sound store.
 
         A journal is read where the run's row or the oracle's journal has changed since the last time; all of them with
-        `every_journal`, at the end of an example.
+        `every_journal`, now and then.
         """
         now(self._compare(every_journal))
 
@@ -73,7 +73,8 @@ class Driver:
             store.audit(scope=m.ALL),
         )
         newest = sorted(oracle.runs.values(), key=lambda row: (row.created_at, row.run_id), reverse=True)
-        assert [run.run_id for run in page.runs] == [row.run_id for row in newest], "the listing, newest first"
+        listed, wanted = [run.run_id for run in page.runs], [row.run_id for row in newest]
+        assert listed == wanted, f"the listing, newest first: {listed} != {wanted}"
         found = {run.run_id: run for run in page.runs}
         assert list(got) == [found.get(run_id) for run_id in [*ids, *self.gone]], "get and find show the same"
         for run_id, pulse in zip(ids, pulses, strict=True):

@@ -18,10 +18,6 @@ TENANTS = st.sampled_from([None, TENANT])
 
 
 class WholeMachine(Machine):
-    def teardown(self) -> None:
-        self.driver.compare(every_journal=True)
-        super().teardown()
-
     # -- cancel, retry, fork ---------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.oracle.runs)
