@@ -18,7 +18,7 @@ from typing import Any
 
 from .bodyloop import BodyLoop
 from .calls import Pending, Waiter, not_called, other_call
-from .errors import NonDeterminismError, SerializationError, SpinningError, StuckError
+from .errors import NonDeterminismError, RegistrationError, SerializationError, SpinningError, StuckError
 from .execution import Execution
 from .external import Outside
 from .model import Claimed, Inbox, Instant, RecordKind, StepRecord
@@ -114,10 +114,10 @@ class Activation:
         """Run the body to its end, or until it is put aside. Raises only KeyboardInterrupt from the body."""
         try:
             entry = self.program.open(self, self.run_record.input, self.codec)
-        except SerializationError as error:
+        except (SerializationError, RegistrationError) as error:
             self._dead.set()
             self.over = True
-            return BadPayload(error)
+            return BadPayload(error) if isinstance(error, SerializationError) else Raised(error, ())
         try:
             if not self.over:
                 self.body.start(entry)
@@ -168,10 +168,7 @@ class Activation:
 
     def _put_aside(self) -> None:
         if not self.over:
-            self.body.closed = True
-            self._begin_end(PutAside())
-            # Not from here: this may be a task, and a body is drained from plain callbacks only.
-            self.outer.call_soon(self._tear_down, context=self._apart)
+            self._end_soon(PutAside())
 
     # -- the body's side (bodyloop.Host) --------------------------------------------------------------------------------------
 
@@ -371,7 +368,8 @@ class Activation:
 
     def interrupt(self, error: Exception) -> None:
         """The recorder gave up: nothing more can be written."""
-        self._end(Interrupted(error))
+        if not self.over:
+            self._end_soon(Interrupted(error))
 
     def _finish(self) -> None:
         """The body is over, or can not go on: which ending is it?"""
@@ -396,12 +394,20 @@ class Activation:
                 self._end(Returned(self.program.encode_result(value, self.codec)))
             except SerializationError as refused:
                 self._end(BadPayload(refused))
+            except RegistrationError as undeclared:
+                self._end(Raised(undeclared, ()))
 
     def _end(self, ending: Ending) -> None:
         if self.over:
             return
         self._begin_end(self._as_interrupted(ending))
         self._tear_down()
+
+    def _end_soon(self, ending: Ending) -> None:
+        """From a task: nothing starts from now on, and the body is torn down from a plain callback, as it is drained."""
+        self.body.closed = True
+        self._begin_end(ending)
+        self.outer.call_soon(self._tear_down, context=self._apart)
 
     def _as_interrupted(self, ending: Ending) -> Ending:
         """A cancel or time-out that was delivered decides, whatever the body made of it; so does an ask that is found now (44)."""

@@ -372,7 +372,13 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
 
 
 _FORBIDDEN = ("sock_", "create_", "start_", "add_", "remove_", "run_", "get", "connect_", "subprocess_", "sendfile")
-for _name in dir(asyncio.AbstractEventLoop):
-    if _name.startswith(_FORBIDDEN) and _name not in BodyLoop.__dict__:
-        setattr(BodyLoop, _name, _refuse(_name))
-del _name
+
+
+def _refuse_the_rest() -> None:
+    """Whatever else a loop can do is I/O, a thread or a process: refused in a body."""
+    for name in dir(asyncio.AbstractEventLoop):
+        if name.startswith(_FORBIDDEN) and name not in BodyLoop.__dict__:
+            setattr(BodyLoop, name, _refuse(name))
+
+
+_refuse_the_rest()

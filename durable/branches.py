@@ -128,7 +128,7 @@ class Timer(asyncio.TimerHandle):
     _loop: Any
     kind = RecordKind.TIMER
     digest = ""
-    step_id: str
+    step_id = ""
     due: Instant
     owner: asyncio.Task[Any] | None
     depth: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import hashlib
 import hmac
 import logging
@@ -23,7 +24,7 @@ from . import steps
 from .bodyloop import BodyLoop
 from .branches import BranchTask
 from .calls import Call, Pending
-from .codec import digest, plain, value_envelope
+from .codec import Signature, digest, plain, value_envelope
 from .errors import Misuse, SignalTimeout
 from .instants import instant, moment
 from .model import Instant, RecordKind
@@ -47,7 +48,7 @@ _NO_DEFAULT: Any = object()
 def _plan(fn: Any, *, skip_first: bool = False) -> StepPlan:
     plan = getattr(fn, "plan", None)
     if isinstance(plan, StepPlan):
-        return plan if not skip_first else StepPlan.of(plan.fn, name=plan.name, skip_first=True)
+        return plan if not skip_first else dataclasses.replace(plan, signature=Signature.of(plan.fn, skip_first=True))
     if getattr(fn, "__durable_function__", False):
         steps.refuse_durable_function(fn)
     return plan_of(fn, skip_first=skip_first)
@@ -235,6 +236,10 @@ class Context(_Facts):
         settings = self._host.recorder.settings
         call = Call(loop=self._loop)
         plan = _plan(fn, skip_first=True)
+        if not plan.coroutine:
+            raise Misuse(
+                f"{plan.name!r} is a def function", hint="a transaction awaits its connection: make it async def"
+            )
         self._step(call, plan, args, kwargs)
         call.transaction = min(settings.transaction_timeout, settings.lease // 3)
         call.place = caller(1)

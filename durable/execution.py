@@ -21,6 +21,7 @@ from .threadbody import ThreadBody
 
 if TYPE_CHECKING:
     from .activation import Activation
+    from .steps import StepPlan
 
 
 LONGEST_DEATH = 10.0
@@ -126,10 +127,12 @@ class Execution:
     async def _execute(self, call: Pending, tries: int, again: Instant) -> None:
         host = self.host
         try:
-            if call.transaction is not None:
-                await self._transaction(call)
-            elif call.plan is None or await self._attempts(call, tries, again):
+            if again:
+                await pause(max(0, again - host.recorder.clock()))
+            if call.plan is None:
                 await self._record(call)
+            else:
+                await self._attempts(call, call.plan, tries)
         except asyncio.CancelledError:
             if not (call.stopping or host.over):  # somebody ends the worker's tasks: this is no failure of the step
                 host.interrupt(WorkerStopped(f"the step {call.step_id} was cancelled with the worker"))
@@ -140,44 +143,52 @@ class Execution:
             self.running.discard(call)
             host.wake()
 
-    async def _attempts(self, call: Pending, tries: int, again: Instant) -> bool:
-        """Attempt after attempt. True: there is a result to record."""
-        host, plan = self.host, call.plan
-        assert plan is not None
-        recorder = host.recorder
-        if again:
-            await pause(max(0, again - recorder.clock()))
-        threads = host.body.run_here if isinstance(host.body, ThreadBody) else self._in_thread
-        args, kwargs = steps.isolated(plan, call.args, call.kwargs, call.arguments, host.codec)
-        while True:
-            if not recorder.held():
-                raise LeaseLost(f"the lease ended before the step {call.step_id} was begun")
-            call.attempted = attempted = await steps.attempt(
-                plan,
-                args,
-                kwargs,
-                step_id=call.step_id,
-                codec=host.codec,
-                run_blocking=threads,
-                interruptible=not host.body.blocking,
-            )
+    async def _attempts(self, call: Pending, plan: StepPlan, tries: int) -> None:
+        """Attempt after attempt, until one is recorded as the step's end, the next one is far away, or nobody wants it."""
+        host = self.host
+        while host.recorder.held():
+            if call.transaction is not None:
+                error = await self._transaction(call, plan)
+            else:
+                error = await self._attempt(call, plan)
             tries += 1
-            if call.done() or host.over:
-                return False
-            error = attempted.error
+            if call.recording or call.done() or host.over:
+                return
             if error is None or not plan.retry.decides(error, tries):
-                return True
-            wait = plan.retry.delay(tries, random=random.random())
-            again = recorder.clock() + wait
-            await self._record_attempt(call, tries, again, error)
-            if call.done() or host.over:
-                return False
-            if wait > recorder.settings.park_after:
-                call.retry_at = again
-                self.backing_off[call.step_id] = call
-                return False
-            await pause(wait)
-            args, kwargs = steps.isolated(plan, call.args, call.kwargs, call.arguments, host.codec)
+                await self._record(call)
+                return
+            if not await self._wait(call, plan, tries, error):
+                return
+        raise LeaseLost(f"the lease ended before the step {call.step_id} was begun")
+
+    async def _wait(self, call: Pending, plan: StepPlan, tries: int, error: BaseException) -> bool:
+        """Keep the failed attempt and wait for the next. False: that is far away, or the call was given up meanwhile."""
+        host = self.host
+        wait = plan.retry.delay(tries, random=random.random())
+        again = host.recorder.clock() + wait
+        await self._record_attempt(call, tries, again, error)
+        if call.done() or host.over:
+            return False
+        if wait > host.recorder.settings.park_after:
+            call.retry_at = again
+            self.backing_off[call.step_id] = call
+            return False
+        await pause(wait)
+        return True
+
+    async def _attempt(self, call: Pending, plan: StepPlan, connection: tuple[Any, ...] = ()) -> BaseException | None:
+        host, body = self.host, self.host.body
+        args, kwargs = steps.isolated(plan, call.args, call.kwargs, call.arguments, host.codec)
+        call.attempted = attempted = await steps.attempt(
+            plan,
+            (*connection, *args),
+            kwargs,
+            step_id=call.step_id,
+            codec=host.codec,
+            run_blocking=body.run_here if isinstance(body, ThreadBody) else self._in_thread,
+            interruptible=not body.blocking,
+        )
+        return attempted.error
 
     async def _record_attempt(self, call: Pending, tries: int, again: Instant, error: BaseException) -> None:
         data = plain.read(error_data(error).to_json())
@@ -222,46 +233,37 @@ class Execution:
             floor=self.host.body.now,
         )
 
-    async def _transaction(self, call: Pending) -> None:
-        """Exactly once: the work and the record commit together (26). A failure of the work is a record of its own."""
-        host, plan, timeout = self.host, call.plan, call.transaction
-        assert plan is not None
+    async def _transaction(self, call: Pending, plan: StepPlan) -> BaseException | None:
+        """Exactly once: the work and the record commit together (26). An error that left nothing is an attempt like any other."""
+        host, timeout = self.host, call.transaction
         assert timeout is not None
-        position: list[int] = []
+        position = -1
 
         async def work(connection: Any) -> NewRecord:
-            args, kwargs = steps.isolated(plan, call.args, call.kwargs, call.arguments, host.codec)
-            call.attempted = attempted = await steps.attempt(
-                plan,
-                (connection, *args),
-                kwargs,
-                step_id=call.step_id,
-                codec=host.codec,
-                run_blocking=self._in_thread,
-                interruptible=True,
-            )
-            if attempted.error is not None:
-                raise attempted.error
+            nonlocal position
+            error = await self._attempt(call, plan, (connection,))
+            if error is not None:
+                raise error
             if call.done() or host.over:
                 raise asyncio.CancelledError
-            position.append(host.journal.assign())
+            position = host.journal.assign()
             call.recording = True
-            return self._new_record(call, position[0])
+            return self._new_record(call, position)
 
         try:
             record = await host.recorder.transaction(work, timeout)
         except BaseException as error:
-            if position:
-                host.journal.give_up(position[0])
-            attempted = call.attempted
-            if attempted is None or attempted.error is not error:
-                if not isinstance(error, TimeoutError):
-                    raise
-                call.attempted = steps.failed(error)
+            if position >= 0:
+                host.journal.give_up(position)
             call.recording = False
-            await self._record(call)
-            return
-        if position:
-            host.journal.land(position[0], record)
-        else:  # it was there already: an earlier commit whose answer was lost
-            host.journal.land(host.journal.assign(), record)
+            if call.attempted is not None and call.attempted.error is error:
+                return error
+            if not isinstance(error, TimeoutError):
+                raise  # the recorder's own: nothing can be written any more, or the task was cancelled
+            call.attempted = steps.failed(error)
+            return error
+        if position < 0:  # it was there already: an earlier commit whose answer was lost
+            position = host.journal.assign()
+            call.recording = True
+        host.journal.land(position, record)
+        return None

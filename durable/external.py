@@ -89,8 +89,8 @@ class Outside:
 
     def delivered(self, record: StepRecord) -> None:
         """The record of a cancel or time-out was delivered: what it says holds, also in replay."""
-        _, told = read_envelope(record.result)
-        word = told.get("reason", "") if isinstance(told, dict) else ""
+        told: dict[str, str] = read_envelope(record.result)[1]
+        word = told.get("reason", "")
         if record.step_id == CANCEL_ID:
             self.cancel_reason = word
         else:

@@ -100,7 +100,7 @@ def step(
 ) -> Any:
     """Declare how a function is tried when it is a step. Any function is a step without this: one attempt, no time limit."""
     if fn is None:
-        return lambda declared: step_of(declared, name, retry, timeout)
+        return functools.partial(step_of, name=name, retry=retry, timeout=timeout)
     return step_of(fn, name, retry, timeout)
 
 

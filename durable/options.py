@@ -57,7 +57,7 @@ class Options:
     """`timeout=None` was said: no cap, whatever is declared."""
     keep: Micros | None = None
     cron: Cron | None = None
-    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     detached: bool = False
 
 
@@ -118,13 +118,15 @@ def checked_cron(value: object) -> Cron:
     return value
 
 
-def _tags(value: object) -> Mapping[str, str]:
-    if not isinstance(value, Mapping):
+def _tags(value: Any) -> Mapping[str, str]:
+    candidate: object = value
+    if not isinstance(candidate, Mapping):
         raise RegistrationError(f"tags are a mapping of text to text, not {value!r}", hint='tags={"customer": "42"}')
+    given: dict[object, object] = dict(value)
     return types.MappingProxyType(
         {
             checked_text(key, "the name of a tag", 255): checked_text(item, f"the tag {key!r}", LONGEST_KEY)
-            for key, item in value.items()
+            for key, item in given.items()
         }
     )
 

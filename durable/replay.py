@@ -240,7 +240,7 @@ def failed_positions(error: BaseException | None) -> tuple[int, ...]:
     """The positions of all failed records that an error carries, through causes, contexts and groups, in order (50)."""
     found: set[int] = set()
     seen: set[int] = set()
-    todo = [error]
+    todo: list[BaseException | None] = [error]
     while todo:
         current = todo.pop()
         if current is None or id(current) in seen:
@@ -250,9 +250,13 @@ def failed_positions(error: BaseException | None) -> tuple[int, ...]:
         if isinstance(position, int):
             found.add(position)
         todo += (current.__cause__, current.__context__)
-        if isinstance(current, BaseExceptionGroup):
-            todo += current.exceptions
+        parts: Sequence[BaseException] = getattr(current, "exceptions", ()) if _is_group(current) else ()
+        todo += parts
     return tuple(sorted(found))
+
+
+def _is_group(error: BaseException) -> bool:
+    return isinstance(error, BaseExceptionGroup)
 
 
 # -- the journal ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ aside takes effect at its next call. It never touches the journal, and talks to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import queue
 import threading
@@ -147,7 +148,8 @@ class ThreadBody:
             outcome = entry(), None
         except BaseException as error:  # noqa: BLE001 - it is the outcome of the body, whatever it is
             outcome = None, error
-        self._tell(self._finished, outcome)
+        with contextlib.suppress(asyncio.CancelledError):  # the worker's loop is closed: nobody waits for it
+            self._tell(self._finished, outcome)
 
     def _finished(self, outcome: tuple[Any, BaseException | None]) -> None:
         self._outcome = outcome

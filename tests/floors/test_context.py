@@ -43,7 +43,7 @@ from durable.replay import (
     failed_positions,
 )
 from durable.retry import Retry
-from durable.settings import SECOND
+from durable.settings import SECOND, Settings
 
 ran: list[Any] = []
 
@@ -571,6 +571,49 @@ async def test_a_transaction_that_fails_is_a_recorded_failure_and_leaves_no_gap(
     assert [record.position for record in played.records] == [0, 1]
 
 
+async def test_a_transaction_is_tried_again_by_its_policy_and_each_failed_attempt_is_a_row() -> None:
+    tries: list[int] = []
+
+    @step(retry=Retry(3, initial=0))
+    async def credit(connection: str, cents: int) -> int:
+        tries.append(cents)
+        if len(tries) < 2:
+            raise ConnectionError("locked")
+        return cents
+
+    async def body(ctx: Context) -> int:
+        return await ctx.transaction(credit, 5)
+
+    played = await twice(body)
+    assert (played.value, played.ids, tries) == (5, ["credit", "credit@1"], [5, 5])
+
+
+async def test_a_transaction_over_its_time_is_a_recorded_failure() -> None:
+    async def slow(connection: str) -> None:
+        await asyncio.Event().wait()
+
+    async def body(ctx: Context) -> str:
+        try:
+            await ctx.transaction(slow)
+        except TimeoutError as error:
+            return type(error).__name__
+        return ""
+
+    stage = Stage(settings=Settings(transaction_timeout=10_000))
+    assert (await play(body, stage=stage)).value == "TimeoutError"
+
+
+async def test_a_def_function_is_no_transaction() -> None:
+    def credit(connection: str) -> None: ...
+
+    async def body(ctx: Context) -> None:
+        await ctx.transaction(credit)  # type: ignore[arg-type]
+
+    ending = (await play(body)).ending
+    assert isinstance(ending, Raised)
+    assert isinstance(ending.error, Misuse)
+
+
 # -- rest (30) ---------------------------------------------------------------------------------------------------------
 
 
@@ -819,6 +862,24 @@ async def test_a_body_that_is_put_aside_in_a_step_writes_nothing_and_its_step_ha
     await activation.set_aside()
     assert (ended, ran, stage.records) == (["ended"], [], [])
     assert isinstance(await task, PutAside)
+
+
+async def test_clean_up_with_a_time_limit_survives_being_put_aside() -> None:
+    async def body(ctx: Context) -> None:
+        try:
+            await ctx.sleep("1d")
+        finally:
+            try:
+                async with asyncio.timeout(5):
+                    await ctx.step(work, "never")
+            finally:
+                ran.append("the end")
+
+    stage = Stage()
+    activation, task = await _resting(stage, body)
+    await activation.set_aside()
+    assert isinstance(await task, PutAside)
+    assert (ran, stage.records) == (["the end"], [])
 
 
 async def test_a_record_that_is_on_its_way_when_a_body_is_put_aside_is_waited_for() -> None:

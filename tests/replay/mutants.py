@@ -185,7 +185,7 @@ CAUGHT = [
         "value=value",
         probe="decoded_form",
     ),
-    Mutant("garbage is collected while the body runs", LOOP, "drain", "gc.disable()", "pass", probe="collection"),
+    Mutant("garbage is collected while the body runs", LOOP, "drain", "gc.disable()", "pass", probe="collector"),
     Mutant(
         "a record that nobody asks for is ignored when the body returns",
         ACTIVATION,

@@ -209,6 +209,23 @@ async def test_a_generator_that_is_left_is_closed_at_once_and_may_clean_up_durab
     assert ran == [0, 1, 2, 99, 50] or ran == [0, 1, 2, 50, 99]
 
 
+async def test_the_garbage_collector_is_off_inside_the_body_and_on_outside() -> None:
+    await collector()
+
+
+async def collector() -> None:
+    """A collection runs finalizers, at moments that no replay repeats: between two bytes of a body it must not happen."""
+
+    async def enabled() -> bool:
+        return gc.isenabled()
+
+    async def body(ctx: Context) -> list[bool]:
+        return [gc.isenabled(), await ctx.step(enabled), gc.isenabled()]
+
+    assert (await twice(body)).value == [False, True, False]
+    assert gc.isenabled()
+
+
 async def test_a_generator_in_a_cycle_is_not_collected_inside_the_body() -> None:
     assert await collection() == ["work", "work#2", "work#3", "work#4"]
 

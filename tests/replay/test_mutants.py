@@ -61,9 +61,4 @@ def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
 def _probe(name: str) -> None:
     hazards = importlib.import_module("replay.test_hazards")
 
-    async def main() -> None:
-        found = await getattr(hazards, name)()
-        if name == "collection":
-            assert found == ["work", "work#2", "work#3", "work#4"]
-
-    asyncio.run(main())
+    asyncio.run(getattr(hazards, name)())
