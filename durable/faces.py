@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, ParamSpec
 from uuid import UUID
 
 from . import cron
@@ -213,10 +213,9 @@ class Queues:
             scope = None
         wanted = f"queue:{name}"
         rows = await self._client._opened.repeated(lambda: self._client.store.queues(scope=scope))
-        tenant = cast("UUID | None", scope)
         found = next(
-            (row for row in rows if row.scope_name == wanted and row.tenant == tenant),
-            QueueRecord(scope_name=wanted, tenant=tenant),
+            (row for row in rows if row.scope_name == wanted and row.tenant == scope),
+            QueueRecord(scope_name=wanted, tenant=scope),
         )
         changed = dataclasses.replace(found, **changes)
         await self._client._opened.repeated(lambda: self._client.store.set_queue(changed))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from typing import Any
 
 from .clock import jittered
 from .errors import NotFound, StoreUnavailable, WorkerStopped
@@ -77,8 +78,8 @@ class Hub:
 
     async def _listen(self) -> None:
         pause = 50_000
-        waiting: asyncio.Future[None] | None = None
-        changed: asyncio.Future[bool] | None = None
+        waiting: asyncio.Future[Any] | None = None
+        changed: asyncio.Future[Any] | None = None
         try:
             while self._waits:
                 self._changed.clear()
@@ -148,10 +149,12 @@ def _fail(wait: _Wait, error: Exception) -> None:
         wait.future.set_exception(error)
 
 
-async def _drop(*futures: asyncio.Future[None] | asyncio.Future[bool] | None) -> None:
-    left = [future for future in futures if future is not None and not future.done()]
-    for future in left:
-        future.cancel()
+async def _drop(*futures: asyncio.Future[Any] | None) -> None:
+    left: list[asyncio.Future[Any]] = []
+    for future in futures:
+        if future is not None and not future.done():
+            future.cancel()
+            left.append(future)
     if left:
         await asyncio.wait(left)
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ..clock import boottime, jittered
 from ..errors import LeaseLost, StoreUnavailable
@@ -81,7 +82,7 @@ class RunListener:
         poll = jittered(self._poll, random=random.random())
         topics = [f"run:{run_id}" for run_id in self._expectant]
         changed = asyncio.ensure_future(self._changed.wait())
-        waits: list[asyncio.Future[object]] = [changed]
+        waits: list[asyncio.Future[Any]] = [changed]
         if topics:
             waits.append(asyncio.ensure_future(self._store.wait(topics, poll)))
         try:

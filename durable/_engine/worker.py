@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import json
 import os
-import random
 import signal
 import socket
 import sys
@@ -21,19 +20,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final, Protocol, Self
 
-from ..clock import boottime, jittered
+from ..clock import boottime
 from ..codec import Codec
 from ..errors import ConfigurationError, StoreUnavailable
-from ..events import ClaimFailed, EngineFault, Events, RunClaimed, WorkerDraining, WorkerStarted, WorkerStopped
+from ..events import EngineFault, Events, WorkerDraining, WorkerStarted, WorkerStopped
 from ..function import Function, Registry, default_registry
-from ..model import ALL, Claimed, ClaimRequest, Inbox, Instant, Lease, Scope, WorkerRecord
+from ..model import ALL, Inbox, Instant, Lease, Scope, WorkerRecord
 from ..portal import Portal
 from ..protocol import Store
 from ..replay import Rest
-from ..settings import MINUTE, SECOND, Duration, Micros, Settings, micros
+from ..settings import SECOND, Duration, Micros, Settings, micros
 from .chores import Chores
+from .claiming import Claims
 from .journal import Journal, Lane
-from .leases import Hold, Leases
+from .leases import Leases
 from .listening import RunListener
 from .runner import TEARDOWN_LIMIT, Running
 from .scheduler import Scheduling
@@ -41,9 +41,6 @@ from .slots import Slots, Threads
 
 REPLAY_FAMILY: Final = "3.11" if sys.version_info < (3, 12) else "3.12"
 """Interpreters of one family order the branches of a body alike; a run with records stays inside its family (replay rules)."""
-FIRST_PAUSE: Micros = 50_000
-RECHECK: Micros = 100_000
-"""A claim that found less than it asked for is repeated soon: a contended batch may return fewer while work remains (8)."""
 
 
 class Home(Protocol):
@@ -97,11 +94,6 @@ class Worker:
         self.ended = False
         self._started = False
         self._stopped = False
-        self._held: dict[str, Running] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._per_queue: dict[str, int] = {}
-        self._alone: set[Running] = set()  # runs that were taken alone and have made no record yet
-        self._claims = 0
 
     # -- the life of a worker -------------------------------------------------------------------------------------------
 
@@ -120,7 +112,8 @@ class Worker:
         ended = asyncio.ensure_future(self._asked.wait())
         restore = self._catch_signals()
         try:
-            await asyncio.wait([ended, self._crashed], return_when=asyncio.FIRST_COMPLETED)
+            waits: list[asyncio.Future[Any]] = [ended, self._crashed]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
             try:
@@ -146,7 +139,7 @@ class Worker:
     @property
     def held(self) -> int:
         """Runs in hand, resting ones included."""
-        return len(self._held)
+        return len(self._claims.held) if self._started else 0
 
     async def _start(self) -> None:
         if self._started:
@@ -160,12 +153,8 @@ class Worker:
         for function in default_registry if self._given_functions is None else self._given_functions:
             self._registry.add(function)
         loop = asyncio.get_running_loop()
-        self._asked, self._hurry, self._wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._asked, self._hurry = asyncio.Event(), asyncio.Event()
         self._crashed: asyncio.Future[None] = loop.create_future()
-        self._hungry = True
-        self._last_work = boottime()
-        self._room_for_alone_until: Instant = 0
-        self._no_room_for_alone_before: Instant = 0
         self._resting = 0
         limit = self._concurrency if self._concurrency is not None else self.settings.concurrency
         self.slots = Slots(limit, self._slot_freed)
@@ -183,6 +172,15 @@ class Worker:
             codec=self.codec,
             functions=self._registry,
         )
+        self._claims = Claims(
+            self,
+            worker_id=self.worker_id,
+            scope=home.serves,
+            family=REPLAY_FAMILY,
+            registry=self._registry,
+            queues=self._queue_limits,
+            grace=self._grace if self._grace is not None else self.settings.grace,
+        )
         self._chores = Chores(
             store,
             scope=home.serves,
@@ -190,8 +188,8 @@ class Worker:
             lease=self.lease,
             max_reclaims=self._max_reclaims if self._max_reclaims is not None else self.settings.max_reclaims,
             events=self.events,
-            woken=self._queues_woken,
-            alone=self._alone_waits,
+            woken=self._claims.queues_woken,
+            alone=self._claims.alone_waits,
             last_contact=lambda: self.leases.last_contact,
             fire=scheduling.fire,
             look_after=scheduling.look_after,
@@ -201,16 +199,16 @@ class Worker:
             scope=home.serves,
             poll=self.settings.poll,
             events=self.events,
-            held=lambda: list(self._held.values()),
+            held=lambda: list(self._claims.held.values()),
         )
         await self._register()
         await scheduling.declare()
         self._portal = Portal("durable-leases").start()
         self._renewing = self._portal.submit(self.leases.run)
         self._chores.start()
-        self._claim_loop = loop.create_task(self._claiming(), name="durable claims")
+        self._claim_loop = loop.create_task(self._claims.run(), name="durable claims")
         self._loops = [
-            loop.create_task(self._listen_to_queues(), name="durable queues"),
+            loop.create_task(self._claims.listen(), name="durable queues"),
             loop.create_task(self._listener.run(), name="durable runs"),
         ]
         for task in (self._claim_loop, *self._loops):
@@ -230,21 +228,21 @@ class Worker:
         self._stopped = True
         self.draining = True
         self._asked.set()
-        self._wake.set()
-        self.events.emit(WorkerDraining(worker_id=self.worker_id, held=len(self._held)))
+        self._claims.stop()
+        self.events.emit(WorkerDraining(worker_id=self.worker_id, held=len(self._claims.held)))
         grace = self._grace if self._grace is not None else self.settings.grace
         handed_back = abandoned = 0
         try:
             await asyncio.wait([self._claim_loop])
-            for running in list(self._held.values()):
+            for running in list(self._claims.held.values()):
                 running.suspend()
             await self._bodies_end(grace, self._hurry)
             self.ended = True
-            left = list(self._held.values())
+            left = list(self._claims.held.values())
             for running in left:
                 running.set_aside("hand_back")
             await self._bodies_end(TEARDOWN_LIMIT + 2 * SECOND, None)
-            for running in list(self._held.values()):
+            for running in list(self._claims.held.values()):
                 running.abandon("the worker stopped before it had ended")
             await self._bodies_end(SECOND, None)
             handed_back = sum(running.handed_back for running in left)
@@ -258,8 +256,8 @@ class Worker:
         until = boottime() + limit
         hurried = asyncio.ensure_future(hurry.wait()) if hurry is not None else None
         try:
-            while self._tasks and (left := until - boottime()) > 0:
-                waits: set[asyncio.Future[Any]] = set(self._tasks)
+            while self._claims.tasks and (left := until - boottime()) > 0:
+                waits: set[asyncio.Future[Any]] = set(self._claims.tasks)
                 if hurried is not None:
                     waits.add(hurried)
                 await asyncio.wait(waits, timeout=left / SECOND, return_when=asyncio.FIRST_COMPLETED)
@@ -316,163 +314,6 @@ class Worker:
             self._crashed.set_exception(error)
             self._crashed.exception()  # seen: it is raised by run(), and shown by `healthy`
 
-    # -- claiming ---------------------------------------------------------------------------------------------------------
-
-    async def _claiming(self) -> None:
-        while not self.draining:
-            self._wake.clear()
-            room = self._room()
-            if self._hungry and room > 0:
-                self._hungry = False  # before the claim: news that comes meanwhile counts
-                found = await self._claim(room)
-                if found:
-                    self._last_work = boottime()
-                if found >= room:
-                    self._hungry = True
-                elif found:
-                    asyncio.get_running_loop().call_later(RECHECK / SECOND, self._news)
-                continue
-            await self._wake.wait()
-
-    def _room(self) -> int:
-        """How many runs to ask for now: nothing until a quarter of the slots is free, so that claims are few and large."""
-        free = self.slots.free
-        if self.draining or free <= 0 or (self._held and free < max(1, self.slots.limit // 4)):
-            return 0
-        if self._held:
-            if boottime() < self._room_for_alone_until:
-                return 0  # for at most one grace period nothing else is claimed (15)
-            if self._alone:
-                return 0
-        return free
-
-    async def _claim(self, room: int) -> int:
-        queues = {}
-        for name, limit in self._queue_limits.items():
-            left = room if limit is None else min(room, limit - self._per_queue.get(name, 0))
-            if left > 0:
-                queues[name] = left
-        if not queues:
-            return 0
-        self._claims += 1
-        request = ClaimRequest(
-            mark=f"{self.worker_id}:{self._claims}",
-            queues=queues,
-            functions=self._record.functions,
-            limit=room,
-            lease=self.lease,
-            family=REPLAY_FAMILY,
-            scope=self._home.serves,
-            alone=not self._held,
-        )
-        sent = boottime()
-        claimed = await self._ask(request, sent)
-        if not self._held:
-            self._room_for_alone_until = 0
-        for one in claimed:
-            self._begin(one, sent)
-        return len(claimed)
-
-    async def _ask(self, request: ClaimRequest, sent: Instant) -> Sequence[Claimed]:
-        """A claim whose answer was lost is asked again with the same mark and returns what it holds (8)."""
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                return await self.store.claim(request)
-            except Exception as error:  # noqa: BLE001 -- reported; what it may hold comes back when the lease has lapsed
-                self.events.emit(ClaimFailed(error=f"{type(error).__name__}: {error}"))
-                unanswered = isinstance(error, StoreUnavailable)
-            self._hungry = True
-            await self._pause(pause if unanswered else SECOND)
-            pause = min(pause * 2, SECOND)
-            if not unanswered or self.draining or boottime() - sent > self.lease // 2:
-                return ()
-
-    async def _pause(self, length: Micros) -> None:
-        try:
-            async with asyncio.timeout(length * random.uniform(0.5, 1.0) / SECOND):
-                await self._asked.wait()
-        except TimeoutError:
-            pass  # the usual end
-
-    def _begin(self, claimed: Claimed, sent: Instant) -> None:
-        run = claimed.run
-        function = self._registry.get(run.name, run.version)
-        assert function is not None, f"the store handed out {run.name} {run.version}, which was not asked for"
-        hold = Hold(claimed.lease, sent=sent, length=self.lease, wake_seq=run.wake_seq)
-        self.leases.add(hold)
-        self.slots.occupy()
-        running = Running(self, claimed, function, hold)
-        self._held[run.run_id] = running
-        if running.alone:
-            self._alone.add(running)
-        self._per_queue[run.queue] = self._per_queue.get(run.queue, 0) + 1
-        if self.events.wanted:
-            self.events.emit(
-                RunClaimed(
-                    run_id=run.run_id,
-                    name=run.name,
-                    tenant=run.tenant,
-                    queue=run.queue,
-                    attempts=run.attempts,
-                    records=len(claimed.history),
-                )
-            )
-        task = asyncio.get_running_loop().create_task(running.run())
-        self._tasks.add(task)
-        task.add_done_callback(lambda done: self._over(running, done))
-
-    def _over(self, running: Running, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        run = running.claimed.run
-        if self._held.get(run.run_id) is running:
-            del self._held[run.run_id]
-        self._alone.discard(running)
-        self._per_queue[run.queue] -= 1
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.events.emit(EngineFault(where=f"run {run.run_id}", error=f"{type(error).__name__}: {error}"))
-        self._slot_freed()
-
-    # -- wake-ups ---------------------------------------------------------------------------------------------------------
-
-    def _news(self) -> None:
-        self._hungry = True
-        self._wake.set()
-
-    def _slot_freed(self) -> None:
-        if self._hungry and not self._wake.is_set() and self._room() > 0:
-            self._wake.set()
-
-    def _queues_woken(self, queues: Iterable[str]) -> None:
-        if any(name in self._queue_limits for name in queues):
-            self._news()
-
-    def _alone_waits(self, queues: frozenset[str]) -> None:
-        """Some run must be taken alone: stop claiming for a grace period, so that this worker becomes empty (15)."""
-        now = boottime()
-        if self._held and now >= self._no_room_for_alone_before and any(name in self._queue_limits for name in queues):
-            grace = self._grace if self._grace is not None else self.settings.grace
-            self._room_for_alone_until = now + grace
-            self._no_room_for_alone_before = now + 3 * grace
-            asyncio.get_running_loop().call_later(grace / SECOND, self._news)
-
-    async def _listen_to_queues(self) -> None:
-        topics = [f"queue:{name}" for name in self._queue_limits]
-        pause = FIRST_PAUSE
-        while True:
-            idle = boottime() - self._last_work > MINUTE
-            poll = jittered(self.settings.poll_idle if idle else self.settings.poll, random=random.random())
-            try:
-                await self.store.wait(topics, poll)
-                pause = FIRST_PAUSE
-            except StoreUnavailable as error:
-                self.events.emit(ClaimFailed(error=f"waiting for wake-ups: {error}"))
-                await asyncio.sleep(pause / SECOND)
-                pause = min(pause * 2, SECOND)
-            self._news()
-            if self.slots.free <= 0:
-                await asyncio.sleep(0.002)  # full: one wake-up is as good as many
-
     # -- what a running body asks for (Host) --------------------------------------------------------------------------------
 
     def rests(self, running: Running, rest: Rest | None) -> bool:
@@ -481,10 +322,12 @@ class Worker:
         self._listener.rests(running, rest)
         return rest is not None and (self.draining or self._resting > self.settings.max_parked)
 
+    def _slot_freed(self) -> None:
+        self._claims.slot_freed()
+
     def recorded(self, running: Running) -> None:
         """A run that was taken alone makes a record: others may be claimed beside it."""
-        self._alone.discard(running)
-        self._news()
+        self._claims.no_longer_alone(running)
 
     def due(self, instant: Instant) -> None:
         """The promotion should look then."""

@@ -642,9 +642,22 @@ async def test_past_the_end_of_its_lease_a_worker_begins_no_step(client: durable
     async with worker(client) as working:
         run = await client.start(sleeps, 0.3)
         await until(lambda: "before" in log)
-        (held,) = working._held.values()
+        (held,) = working._claims.held.values()
         held.hold.valid_until = 0  # as after a suspend of the machine: nothing has told the worker yet
         await until(lambda: seen.of(LeaseLapsed), "the lease given up")
         await until(lambda: working.held == 0)
     assert log == ["before"]
     assert (await run.refresh()).status == "running"
+
+
+async def test_a_queue_with_a_limit_of_its_own_is_claimed_again_as_soon_as_a_run_of_it_ends(url: str) -> None:
+    async with durable.Client(url, settings={"poll": "30s", "poll_idle": "30s"}) as client:
+        runs = await client.start_many(sleeps, [0.0] * 6)
+        async with worker(client, queues={"default": 1}) as working:
+            most = 0
+            waits = asyncio.gather(*(run.result() for run in runs))
+            while not waits.done():
+                most = max(most, working.held)
+                await asyncio.sleep(0.001)
+            assert await waits == ["after"] * 6
+    assert most == 1
