@@ -33,15 +33,23 @@ LANDING_RUNS = """
 SELECT run_id, submitted, keep, sequence_key, blocked_on, parent_run_id, schedule_id, status FROM durable_run
 WHERE run_id IN (SELECT value FROM json_each(?)) AND status IN ('pending', 'running', 'suspended')
 """
+_ENDED: Final = """
+    finished_at = ?, updated_at = ?, purge_at = ?, leased_until = NULL, available_at = NULL, blocked_on = NULL,
+    mismatch_since = NULL, waiting_for = NULL, wake_after = 0
+"""
+COMPLETE: Final = f"""
+UPDATE durable_run SET status = 'completed', output = ?, error = NULL, error_kind = NULL, error_detail = NULL, error_positions = NULL,
+    {_ENDED}
+WHERE submitted = ?
+"""
 # The children of a run that did not complete are cancelled by the net (48). It finds the parents by this mark, so that it need not
 # look at every live child.
-LAND = """
-UPDATE durable_run SET status = ?, output = ?, error = ?, error_kind = ?, error_detail = ?, error_positions = ?,
-    finished_at = ?, updated_at = ?, purge_at = ?, leased_until = NULL, available_at = NULL, blocked_on = NULL,
-    mismatch_since = NULL, waiting_for = NULL, wake_after = 0,
-    cancel_children = CASE WHEN ? THEN EXISTS (
+END: Final = f"""
+UPDATE durable_run SET status = ?, output = NULL, error = ?, error_kind = ?, error_detail = ?, error_positions = ?,
+    cancel_children = EXISTS (
         SELECT 1 FROM durable_run AS c WHERE c.parent_run_id = durable_run.run_id AND c.detached = 0
-        AND c.status IN ('pending', 'running', 'suspended')) ELSE 0 END
+        AND c.status IN ('pending', 'running', 'suspended')),
+    {_ENDED}
 WHERE submitted = ?
 """
 PARENT = """
@@ -107,21 +115,24 @@ def _write(con: sqlite3.Connection, now: Instant, endings: Sequence[Ending]) -> 
     rows = {row[0]: row for row in con.execute(LANDING_RUNS, (ids,))}
     default_keep = settings_of(con).keep
     found: list[tuple[Ending, tuple[Any, ...]]] = []
-    changes: list[tuple[Any, ...]] = []
+    completed: list[tuple[Any, ...]] = []
+    ended: list[tuple[Any, ...]] = []
     for ending in endings:
         row = rows.pop(ending.run_id, None)
         if row is None:
             continue
-        keep = default_keep if row[2] is None else row[2]
-        failure, completed = ending.failure, ending.status is Status.COMPLETED
-        what: tuple[Any, ...] = (None, None, None, None)
-        if failure is not None and not completed:
-            positions = json.dumps(failure.positions) if failure.positions else None
-            what = (failure.message, str(failure.kind), failure.detail, positions)
-        output = ending.output if completed else None
-        changes.append((str(ending.status), output, *what, now, now, now + keep, not completed, row[1]))
         found.append((ending, row))
-    con.executemany(LAND, changes)
+        stamps = (now, now, now + (default_keep if row[2] is None else row[2]), row[1])
+        failure = ending.failure
+        if ending.status is Status.COMPLETED:
+            completed.append((ending.output, *stamps))
+        elif failure is None:
+            ended.append((str(ending.status), None, None, None, None, *stamps))
+        else:
+            positions = json.dumps(failure.positions) if failure.positions else None
+            ended.append((str(ending.status), failure.message, str(failure.kind), failure.detail, positions, *stamps))
+    con.executemany(COMPLETE, completed)
+    con.executemany(END, ended)
     return found
 
 
