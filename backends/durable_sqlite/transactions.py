@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 TRANSACTION_ACTION: Final = 22
 """SQLITE_TRANSACTION of sqlite3_set_authorizer: BEGIN, COMMIT and ROLLBACK."""
+ABANDONED: Final = 8
+"""Connections of functions that ran out of time, kept open until so many newer ones have followed."""
 
 
 class Turn:
@@ -83,6 +85,7 @@ class Side:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.turn = Turn()
+        self._abandoned: collections.deque[Connection] = collections.deque()
         self.con = self._connect()
         self.lane = Lane("durable-sqlite-transaction", self._process)
 
@@ -93,15 +96,22 @@ class Side:
     def abandon(self) -> None:
         """A function that ran out of time may still have the connection, in a thread that nobody can stop. From here on it is
         refused every statement, and the next transaction gets a new connection."""
-        if self.core.path is not None:
-            self.con.set_authorizer(_refuse_all)
-            self.con = self._connect()
+        if self.core.path is None:
+            return
+        self.con.set_authorizer(_refuse_all)
+        self.con.interrupt()
+        # Closed later, when no statement can be running on it any more: closing beneath one would take the process with it.
+        self._abandoned.append(self.con)
+        while len(self._abandoned) > ABANDONED:
+            self._abandoned.popleft().close()
+        self.con = self._connect()
 
     def close(self) -> None:
         """End the thread and let go of the connection."""
         self.lane.close()
         if self.core.path is not None:
-            self.con.close()
+            for con in (*self._abandoned, self.con):
+                con.close()
 
     def _process(self, batch: list[Any]) -> None:
         for item in batch:
