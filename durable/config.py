@@ -18,7 +18,7 @@ import tomllib
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from .errors import ConfigurationError
 from .model import Instant, Names
@@ -171,21 +171,23 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _checked(written: object, place: str) -> tuple[Mapping[str, Any], str]:
-    if not isinstance(written, Mapping):
-        raise ConfigurationError(f"{place} is not a table")
-    unknown = sorted(set(written) - _FILE_KEYS)
+    table = _table(written, place)
+    unknown = sorted(set(table) - _FILE_KEYS)
     if unknown:
         raise ConfigurationError(
             f"{place}: unknown {', '.join(unknown)}", hint="known: " + ", ".join(sorted(_FILE_KEYS))
         )
-    return written, place
+    return table, place
 
 
 def _section(written: Mapping[str, Any], name: str, place: str) -> Mapping[str, Any]:
-    section = written.get(name, {})
-    if not isinstance(section, Mapping):
-        raise ConfigurationError(f"{place}: {name} is not a table")
-    return section
+    return _table(written.get(name, {}), f"{place}: {name}")
+
+
+def _table(written: object, place: str) -> Mapping[str, Any]:
+    if not isinstance(written, dict):
+        raise ConfigurationError(f"{place} is not a table")
+    return cast("dict[str, Any]", written)
 
 
 def _settings_of(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Run(Generic[R_co]):
         self._client = client
         self._record = record
         self._function = function
-        self.disposition = disposition
+        self.disposition: Disposition | None = disposition
         """What `start` did: created a run, found an existing one, or joined a waiting one. None on other handles."""
 
     def __repr__(self) -> str:

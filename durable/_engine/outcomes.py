@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from typing import assert_never
+from typing import assert_never, cast
 
 from ..codec import error_data
 from ..errors import (
@@ -86,10 +86,7 @@ def policy_of(run: RunRecord, declared: Policy) -> Policy:
 
 
 def _options(run: RunRecord) -> dict[str, object]:
-    if run.options is None:
-        return {}
-    found = json.loads(run.options)
-    return found if isinstance(found, dict) else {}
+    return {} if run.options is None else cast("dict[str, object]", json.loads(run.options))
 
 
 def outcome_of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ..activation import Activation
@@ -304,7 +304,7 @@ class Running:
         """Past the end of the lease no step is begun (14)."""
         return self.hold.valid()
 
-    def append(self, record: NewRecord) -> Coroutine[Any, Any, StepRecord]:
+    async def append(self, record: NewRecord) -> StepRecord:
         """Durable when it returns."""
         if self.hold.progress is not None:
             record = dataclasses.replace(record, progress=self.hold.progress)
@@ -312,7 +312,7 @@ class Running:
         if self.alone:
             self.alone = False
             self.host.recorded(self)
-        return self.host.journal.append(self.hold, record)
+        return await self.host.journal.append(self.hold, record)
 
     async def transaction(self, work: Callable[[Any], Awaitable[NewRecord]], timeout: Micros) -> StepRecord:
         """Exactly once (26)."""
