@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from .branches import BodyFuture, BranchTask, Host, Scope, Timer
+from .branches import BodyFuture, BranchTask, Host, Scope, Stand, Timer
 from .errors import Misuse, SpinningError
 from .model import Instant
 from .settings import SECOND
@@ -59,7 +59,8 @@ class BodyLoop(asyncio.AbstractEventLoop):
         self.ready: collections.deque[asyncio.Handle] = collections.deque()
         self.tasks: dict[BranchTask, None] = {}
         self.shielded: dict[BranchTask, int] = {}
-        self.firing: Timer | None = None
+        self.running: asyncio.Handle | None = None
+        """What a drain runs at the moment."""
         self.closed = False
         self.poison: Misuse | None = None
         self.main: BranchTask | None = None
@@ -74,6 +75,11 @@ class BodyLoop(asyncio.AbstractEventLoop):
         """The next number of a task or future: its hash."""
         self._count += 1
         return self._count
+
+    def stand(self) -> Stand:
+        """The running task, and how deep in shields it stands."""
+        task = asyncio.current_task(self)
+        return task, self.shielded.get(task, 0) if isinstance(task, BranchTask) else 0
 
     # -- the body -----------------------------------------------------------------------------------------------------------
 
@@ -165,8 +171,7 @@ class BodyLoop(asyncio.AbstractEventLoop):
     ) -> Timer:
         timer = Timer(when, callback, args, self, context)
         timer.due = due
-        owner = timer.owner = asyncio.current_task(self)
-        timer.depth = self.shielded.get(owner, 0) if self.shielded and isinstance(owner, BranchTask) else 0
+        timer.made_in = self.stand()
         if not self.closed:
             self.host.registered(timer, "timer")
         return timer
@@ -260,14 +265,10 @@ class BodyLoop(asyncio.AbstractEventLoop):
                     )
                 if handle._cancelled:
                     continue
-                if type(handle) is Timer:
-                    self.firing = handle
-                    handle._run()
-                    self.firing = None
-                else:
-                    handle._run()
+                self.running = handle
+                handle._run()
         finally:
-            self.firing = None
+            self.running = None
             sys.set_asyncgen_hooks(*hooks)
             events._set_running_loop(outside)
             if collecting:

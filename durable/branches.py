@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from .model import Instant, RecordKind, StepRecord
 
@@ -52,6 +52,19 @@ class Scope:
         return Scope(f"{self.path}{self.branches}/", 1 if self.shields else 0)
 
 
+Stand: TypeAlias = tuple["asyncio.Task[Any] | None", int]
+"""A task, and how deep in shields it stood."""
+
+
+def _cause(handle: asyncio.Handle | None) -> Stand | None:
+    """Where what runs now was set up: a timer, or the branch whose end is being announced. It tells a cancel that comes from inside
+    a shield (a time limit, a group whose member failed) from one that comes from outside."""
+    if isinstance(handle, Timer):
+        return handle.made_in
+    arguments = getattr(handle, "_args", None)
+    return arguments[0].made_in if arguments and isinstance(arguments[0], BranchTask) else None
+
+
 class BodyFuture(asyncio.Future[Any]):
     """A future of a body. Its hash is its number, so that sets of futures iterate in order of creation everywhere (R5)."""
 
@@ -76,6 +89,7 @@ class BranchTask(asyncio.Task[Any]):
         self._number = loop.number()
         self._held = 0
         self._body_loop = loop
+        self.made_in = loop.stand()
         self.scope = scope
         super().__init__(coroutine, loop=loop, **options)
 
@@ -84,13 +98,12 @@ class BranchTask(asyncio.Task[Any]):
 
     def cancel(self, msg: Any | None = None) -> bool:
         """As ever; but while the task itself stands in a shield the cancel is held back until it leaves it (44), unless it
-        comes from a time limit that was set inside the shield."""
+        comes from a time limit that was set, or from a branch of a group that was opened, inside the shield."""
         loop = self._body_loop
         depth = loop.shielded.get(self)
         if depth is None or loop.closed or self.done():
             return super().cancel(msg)
-        firing = loop.firing
-        if firing is not None and firing.owner is self and firing.depth == depth:
+        if _cause(loop.running) == (self, depth):
             return super().cancel(msg)
         self._held += 1
         return True
@@ -130,8 +143,7 @@ class Timer(asyncio.TimerHandle):
     digest = ""
     step_id = ""
     due: Instant
-    owner: asyncio.Task[Any] | None
-    depth: int
+    made_in: Stand
     order: int
     seen: int
     place: tuple[CodeType, int] | None = None

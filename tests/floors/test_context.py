@@ -783,6 +783,32 @@ async def test_a_shield_holds_against_a_group_that_fails() -> None:
     assert ran.count("second") == 1
 
 
+async def test_a_group_inside_a_shield_fails_as_it_does_elsewhere() -> None:
+    async def branch(ctx: Context) -> None:
+        await ctx.step(failing, "x")
+
+    async def body(ctx: Context) -> list[str]:
+        told = []
+        async with ctx.shield():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(branch(ctx))
+            except ExceptionGroup as failed:
+                told.append(str(len(failed.exceptions)))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(branch(ctx))
+                    await ctx.sleep("1d")
+            except ExceptionGroup:
+                told.append("interrupted")
+            await ctx.step(work, 1)
+        await ctx.step(work, 2)
+        return told
+
+    assert (await twice(body)).value == ["1", "interrupted"]
+    assert ran.count(2) == 1
+
+
 async def test_a_time_limit_inside_a_shield_works_and_one_outside_waits() -> None:
     async def body(ctx: Context) -> list[str]:
         told = []
