@@ -16,6 +16,7 @@ The next ones run tests of the whole at full length:
     fuzz    random programs, killed at every position
     races   conflicting operations in every order, with many trials
     chaos   kills at random moments over many runs and several processes
+    kills   kill -9 inside the writes of SQLite
     statemachine   the whole protocol of the stores against the oracle
 
 To add a suite of that last kind: tests that read their length from an environment variable, and a session of two lines that
@@ -170,6 +171,12 @@ def statemachine(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """200 SIGKILLs over 1,000 runs and three worker processes on one file."""
     _long(session, "**/test_*chaos*", DURABLE_CHAOS_KILLS="200", DURABLE_CHAOS_RUNS="1000")
+
+
+@nox.session
+def kills(session: nox.Session) -> None:
+    """200 SIGKILLs inside the writes of SQLite."""
+    _long(session, "sqlite/test_writer", DURABLE_SQLITE_KILLS="200")
 
 
 # ------------------------------------------------------------------------------------------------------------- the tools
