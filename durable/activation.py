@@ -123,15 +123,9 @@ class Activation:
                 self.body.start(entry)
                 self.wake()
             await self._ended
-            dropped = await self.execution.ended()
-            if dropped:
-                logger.warning(
-                    "%s %s: steps refuse to end: %s",
-                    self.run_record.name,
-                    self.run_record.run_id,
-                    ", ".join(dropped[:5]),
-                )
-            await self.body.dead(self.recorder.settings.teardown_rounds)
+            self._warn("steps refuse to end and are left to themselves", await self.execution.ended())
+            if not await self.body.dead():
+                self._warn("does not come back and is left to itself", ["the thread of the body"])
         except asyncio.CancelledError:
             self._put_aside()
             raise
@@ -430,19 +424,17 @@ class Activation:
             self._going_on.cancel()
         self.outside.stop()
 
+    def _warn(self, what: str, whom: list[str]) -> None:
+        if whom:
+            logger.warning("%s %s: %s: %s", self.run_record.name, self.run_record.run_id, what, ", ".join(whom[:5]))
+
     def _tear_down(self) -> None:
         """Unfinished branches are cancelled with the context closed, runners are cancelled (28, 28a, R14, R15)."""
         self.execution.stop()
         left_over = self.body.left_over() if isinstance(self._ending, Returned) else []
         dropped = self.body.close_down(self.recorder.settings.teardown_rounds)
-        for branches, what in (
-            (left_over, "returned with branches left; they were cancelled"),
-            (dropped, "left branches that refuse to end"),
-        ):
-            if branches:
-                logger.warning(
-                    "%s %s: %s: %s", self.run_record.name, self.run_record.run_id, what, ", ".join(branches[:5])
-                )
+        self._warn("returned with branches left; they were cancelled", left_over)
+        self._warn("left branches that refuse to end; they were dropped", dropped)
         if not self._ended.done():
             self._ended.set_result(None)
 

@@ -300,8 +300,9 @@ class BodyLoop(asyncio.AbstractEventLoop):
         """The branches that live although the body has ended."""
         return [_named(task) for task in self.tasks if not task.done()]
 
-    async def dead(self, rounds: int) -> None:
+    async def dead(self) -> bool:
         """Nothing of it lives after `close_down`."""
+        return True
 
     def close_down(self, rounds: int) -> list[str]:
         """Tear down (R14): cancel what is unfinished in order of creation, at most `rounds` times, then close open generators.

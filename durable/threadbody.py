@@ -135,10 +135,11 @@ class ThreadBody:
             self.answer(None, asyncio.CancelledError("the run was put aside"))
         return []
 
-    async def dead(self, rounds: int) -> None:
-        """Wait for the thread; one that does not reach a call in time, or does not let go, is left to itself."""
+    async def dead(self) -> bool:
+        """Wait for the thread. False: it did not reach a call in time, or does not let go, and is left to itself."""
         if self._thread is not None:
             await asyncio.wait([self._gone], timeout=LONGEST_DEATH)
+        return self._thread is None or self._gone.done()
 
     # -- in the thread ------------------------------------------------------------------------------------------------------
 
