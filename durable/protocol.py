@@ -120,7 +120,7 @@ class RunStore(Protocol):
         completed and error otherwise, permits given back, the next of a sequence and the next blocked run released (73-75),
         dependents released or landed `upstream` (77), the parent's `wake_seq` grown by the number of its children that landed
         and `wake_after` lowered, waking it at 0 (31), schedule failures counted or reset (55).
-        Suspended and HandedBack set `reclaims` to 0 (15); Retry adds one to `failures` (2) and takes out the failed records
+        Suspended and HandedBack set `reclaims` to 0 (15); Retry and Failed add one to `failures` (2); Retry takes out the failed records
         and all that came after the first of them was seen (50); HandedBack leaves `failures`, and with kind non_determinism
         sets `mismatch_since` if it is not set since the last record (25).
         A landed, suspended or handed-back run has no lease; its mark stays until the next claim (4).

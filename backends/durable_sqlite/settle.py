@@ -59,6 +59,7 @@ UPDATE durable_run SET status = 'suspended', leased_until = NULL, available_at =
     wake_on_failure = ?, reclaims = 0, updated_at = ?, {_FAMILY}
 WHERE submitted = ? AND wake_seq = ?
 """
+FAILED_ONCE_MORE: Final = "UPDATE durable_run SET failures = failures + 1 WHERE submitted = ?"
 RENEW: Final = "UPDATE durable_run SET leased_until = ? WHERE submitted = ?"
 PROGRESS: Final = "UPDATE durable_run SET progress = ?, updated_at = ? WHERE submitted = ?"
 
@@ -77,6 +78,7 @@ def settle(con: sqlite3.Connection, now: Instant, entries: Sequence[tuple[Lease,
     rows = _states(con, [lease.run_id for lease, _ in entries])
     answers: list[Settled] = []
     endings: list[landing.Ending] = []
+    failed: list[tuple[int]] = []
     pending: list[tuple[_Row, Retry | HandedBack]] = []
     suspended: list[tuple[int, _Row, Suspended]] = []
     for place, (lease, outcome) in enumerate(entries):
@@ -95,8 +97,11 @@ def settle(con: sqlite3.Connection, now: Instant, entries: Sequence[tuple[Lease,
             pending.append((row, outcome))
         else:
             endings.append(_ending(lease.run_id, outcome))
+            if isinstance(outcome, Failed):
+                failed.append((row[7],))
     if endings:
         landing.land(con, now, endings)
+        con.executemany(FAILED_ONCE_MORE, failed)
     for row, retried in pending:
         _to_pending(con, now, row, retried)
     left = [row[0] for row, _ in pending]

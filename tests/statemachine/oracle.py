@@ -319,6 +319,7 @@ class RunOracle:
             if outcome.failure is not None and outcome.failure.kind == "non_determinism":
                 row.mismatch_since = self.clock() if row.mismatch_since is None else row.mismatch_since
         else:
+            row.failures += isinstance(outcome, m.Failed)
             self.land(row, LANDED[type(outcome)], outcome.failure)
         return "landed"
 

@@ -71,6 +71,17 @@ async def test_a_retry_adds_one_to_failures_and_returns_the_run_after_its_back_o
 
 
 @rule(2)
+async def test_an_execution_that_fails_for_the_last_time_counts_as_a_failure_too(scene: Scene) -> None:
+    held = await scene.take()
+    await scene.settle(held, Retry(after=0, failure=failure("again")))
+    held = await scene.take_again(held.run.run_id)
+    assert await scene.settle(held, Failed(failure=failure("for good"))) == "landed"
+    assert (await scene.get(held.run.run_id)).failures == 2
+    assert await scene.settle(held, Failed(failure=failure("for good"))) == "landed"
+    assert (await scene.get(held.run.run_id)).failures == 2
+
+
+@rule(2)
 async def test_a_retry_without_back_off_is_claimable_now(scene: Scene) -> None:
     held = await scene.take(max_attempts=3)
     await scene.settle(held, Retry(after=0, failure=failure()))
