@@ -23,8 +23,9 @@ from durable.settings import Settings
 from durable.storekit import Renames
 
 from . import schema
-from .connection import Connection, Core, Database
+from .connection import Core, Database
 from .faults import mapped
+from .lanes import Connection
 
 OLDEST: Final = (3, 35, 0)
 """Generated columns, upsert and the math that the queries use; what Python 3.11 is built with is newer."""

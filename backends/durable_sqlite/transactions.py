@@ -20,7 +20,8 @@ from durable.settings import Micros
 from durable.storekit import Renames
 
 from . import journal
-from .connection import Connection, Core, Database, Lane, Operation, answer, deliver, in_transaction
+from .connection import Core, Database, in_transaction
+from .lanes import Connection, Lane, Operation, answer, deliver
 
 T = TypeVar("T")
 
