@@ -1,0 +1,230 @@
+"""Claiming: heads of the ready index, the endings that a claim finds, permits, and the fence (semantics 7 to 12, 45, 73).
+
+`store.py` calls `quick` first: one statement that takes what nobody disputes. Where it finds a row of flow control, or heads that end
+here, it leaves them to `thorough`, which locks the heads, lands what ends, and asks for permits. The journals that go out with the runs
+are read by `histories` after the claim has committed (3). Heads that another claim has locked are skipped, never waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Lease, RunRecord, Status, StepRecord
+
+from . import flow, landing, locks
+from .adapting import Span
+from .operation import Operation, Row, Work, first, rows
+from .rows import READY, ROUTE, RUN_COLUMNS, STEP_COLUMNS, STEP_ORDER, run_record, step_record
+
+ROUNDS: Final = 8
+"""How often a claim looks again after the heads that it found were landed or held back. What then remains, the next claim takes."""
+
+_TAKEN: Final = """
+status = 'running', attempts = r.attempts + 1, leased_until = now() + $5::interval, lease_owner = $4, blocked_on = NULL,
+    started_at = coalesce(r.started_at, now()), replay_family = coalesce(r.replay_family, $6), waiting_for = NULL, updated_at = now()
+"""
+_CLEAN: Final = """
+(r.cancel_requested_at IS NULL OR r.cancel_refused_at IS NOT NULL OR r.replay_family IS NOT NULL)
+    AND (r.deadline_at IS NULL OR r.deadline_at > now() OR r.compensating)
+"""
+_HEADS: Final = """
+SELECT {columns} FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
+    SELECT r.run_id, r.priority, r.submitted, {clean} AS clean FROM durable_run AS r
+    WHERE {which}r.queue = $2 AND {route} = n.route AND {ready}
+    ORDER BY r.priority DESC, r.submitted LIMIT $3 FOR NO KEY UPDATE SKIP LOCKED) AS h {more}
+ORDER BY h.priority DESC, h.submitted LIMIT $3
+"""
+
+
+def _heads(columns: str, which: str, more: str = "") -> str:
+    return _HEADS.format(columns=columns, which=which, route=ROUTE, ready=READY, clean=_CLEAN, more=more)
+
+
+_WHOSE: Final = {"all": "", "untagged": "r.tenant_id IS NULL AND $7::uuid IS NULL AND ", "tenant": "r.tenant_id = $7::uuid AND "}
+QUICK: Final = {
+    whose: f"""
+WITH dispute AS MATERIALIZED (
+    SELECT EXISTS (SELECT 1 FROM durable_queue) AS ruled,
+        EXISTS (SELECT 1 FROM durable_run AS r WHERE r.lease_owner = $4 AND r.status = 'running') AS held),
+heads AS MATERIALIZED (
+    {_heads("h.run_id, h.clean", which, "WHERE NOT (SELECT d.ruled OR d.held FROM dispute AS d)")}),
+taken AS (
+    UPDATE durable_run AS r SET {_TAKEN} FROM heads WHERE r.run_id = heads.run_id AND heads.clean RETURNING {RUN_COLUMNS})
+SELECT d.ruled, d.held, EXISTS (SELECT 1 FROM heads AS h WHERE NOT h.clean), r.* FROM dispute AS d LEFT JOIN taken AS r ON true
+"""
+    for whose, which in _WHOSE.items()
+}
+_ROW: Final = f"{RUN_COLUMNS}, r.cancel_reason"
+_LOCKED: Final = """
+SELECT {row} FROM durable_run AS r WHERE r.run_id = ANY (ARRAY({heads})) ORDER BY r.priority DESC, r.submitted
+"""
+HEADS: Final = {
+    whose: _LOCKED.format(row=_ROW, heads=_heads("h.run_id", which)).replace("$7", "$4") for whose, which in _WHOSE.items()
+}
+HEADS_ALONE: Final = f"""
+SELECT {_ROW} FROM durable_run AS r
+WHERE r.blocked_on = 'alone' AND r.status = 'pending' AND r.available_at IS NULL AND ($1 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid)
+AND r.queue = ANY ($3::text[]) AND {ROUTE} = ANY ($4::text[]) ORDER BY r.priority DESC, r.submitted LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
+"""
+TAKE: Final = f"""
+UPDATE durable_run AS r SET {_TAKEN} WHERE r.run_id = ANY ($1::text[]) RETURNING {RUN_COLUMNS}
+""".replace("$4", "$2").replace("$5", "$3").replace("$6", "$4")
+HELD: Final = f"""
+SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE r.lease_owner = $1 AND r.status = 'running' ORDER BY r.priority DESC, r.submitted
+"""
+HISTORIES: Final = f"""
+SELECT {STEP_COLUMNS}, s.run_id FROM durable_step AS s WHERE s.run_id = ANY ($1::text[]) ORDER BY s.run_id, {STEP_ORDER}
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """What a claim has; whether it was held before, and whether something was left to `thorough`."""
+
+    runs: Sequence[RunRecord]
+    again: bool = False
+    disputed: bool = False
+
+
+def quick(work: Work, request: ClaimRequest, queue: str, room: int) -> Operation[Taken]:
+    """Take from one queue what nobody disputes."""
+    whose, tenant = _whose(request)
+    values: list[Any] = [_routes(request), queue, room, request.mark, Span(request.lease), request.family, *tenant]
+    found = yield from rows(QUICK[whose], *values)
+    ruled, held, unclean = found[0][:3]
+    taken = [run_record(row[3:]) for row in found if row[3] is not None]
+    taken.sort(key=lambda run: (-run.priority, run.submitted))
+    return Taken(taken, again=held, disputed=ruled or unclean)
+
+
+def held(work: Work, mark: str) -> Operation[list[RunRecord]]:
+    """What the claim of this mark holds (8)."""
+    return [run_record(row) for row in (yield from rows(HELD, mark))]
+
+
+def thorough(work: Work, request: ClaimRequest, room: dict[str, int]) -> Operation[Taken]:
+    """Take up to so many of each queue, land what ends here, and hold back what has no permit."""
+    already = yield from held(work, request.mark)
+    if already:
+        return Taken(already, again=True)
+    closed = yield from flow.paused(request.scope)
+    open_queues = {queue: most for queue, most in room.items() if most > 0 and f"queue:{queue}" not in closed}
+    if request.alone:
+        chosen = yield from _alone(work, request, open_queues)
+        if chosen:
+            return Taken((yield from _take(request, chosen)))
+    chosen = []
+    for queue, most in open_queues.items():
+        left = min(most, request.limit - len(chosen))
+        if left > 0:
+            chosen += yield from _from_queue(work, request, queue, left)
+    return Taken((yield from _take(request, chosen)))
+
+
+def histories(work: Work, run_ids: Sequence[str]) -> Operation[dict[str, list[StepRecord]]]:
+    """The journals of runs that are replayed."""
+    found: dict[str, list[StepRecord]] = {}
+    for row in (yield from rows(HISTORIES, list(run_ids))):
+        found.setdefault(row[-1], []).append(step_record(row))
+    return found
+
+
+def replayed(taken: Taken) -> list[str]:
+    """Those that have a journal to be read. A run that is claimed for the first time has none, unless it was held already."""
+    return [run.run_id for run in taken.runs if taken.again or run.attempts > 1]
+
+
+def claimed(taken: Taken, journals: dict[str, list[StepRecord]]) -> list[Claimed]:
+    """Leases with their journals."""
+    return [
+        Claimed(
+            lease=Lease(run_id=run.run_id, tenant=run.tenant, attempts=run.attempts, mark=run.lease_owner or ""),
+            run=run,
+            history=tuple(journals.get(run.run_id, ())),
+        )
+        for run in taken.runs
+    ]
+
+
+def _whose(request: ClaimRequest) -> tuple[str, tuple[Any, ...]]:
+    if request.scope is ALL:
+        return "all", ()
+    return ("untagged" if request.scope is None else "tenant"), (request.scope,)
+
+
+def _routes(request: ClaimRequest) -> list[str]:
+    """Name, version and family in one: for each, runs without a record, and runs with records of this interpreter's family.
+
+    A run without a version is taken for its name alone, whatever versions of it the worker registered.
+    """
+    pairs = {(name, "") for name, _ in request.functions} | {(name, version or "") for name, version in request.functions}
+    return [f"{name}/{version}@{family}" for name, version in sorted(pairs) for family in ("", request.family)]
+
+
+def _from_queue(work: Work, request: ClaimRequest, queue: str, room: int) -> Operation[list[str]]:
+    """The runs to take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
+    whose, tenant = _whose(request)
+    chosen: list[str] = []
+    for _ in range(ROUNDS):
+        # Rows that were chosen in an earlier round are still in the index, and in front.
+        found = yield from rows(HEADS[whose], _routes(request), queue, room, *tenant)
+        new = [row for row in found if row[0] not in chosen]
+        admitted = yield from _admitted(work, new)
+        chosen += admitted
+        if len(admitted) == len(new) or len(chosen) >= room:
+            break
+    return chosen
+
+
+def _alone(work: Work, request: ClaimRequest, open_queues: dict[str, int]) -> Operation[list[str]]:
+    """At most one run that lapsed twice in a row, and nothing beside it (15)."""
+    everybody, tenant = request.scope is ALL, None if request.scope is ALL else request.scope
+    for _ in range(ROUNDS):
+        row = yield from first(HEADS_ALONE, everybody, tenant, list(open_queues), _routes(request))
+        if row is None:
+            return []
+        admitted = yield from _admitted(work, [row])
+        if admitted:
+            return admitted
+    return []
+
+
+def _admitted(work: Work, found: Sequence[Row]) -> Operation[list[str]]:
+    """Land what ends at a claim; of the rest, those for which every scope has room."""
+    endings: list[landing.Ending] = []
+    going: list[flow.Candidate] = []
+    for row in found:
+        ending = _ending(work, row)
+        if ending is None:
+            going.append(flow.Candidate(run_id=row[0], tenant=row[3], queue=row[9], name=row[1], concurrency_key=row[29]))
+        else:
+            endings.append(ending)
+    if endings:
+        yield from landing.land(work, (yield from locks.family(ending.run_id for ending in endings)), endings)
+    return [candidate.run_id for candidate in (yield from flow.admit(work, going))]
+
+
+def _ending(work: Work, row: Row) -> landing.Ending | None:
+    """How a run ends that should not be called any more: an ask and no record (45), or past its deadline (12)."""
+    requested_at, refused_at, family, deadline_at, compensating = row[24], row[25], row[46], row[22], row[39]
+    if requested_at is not None and refused_at is None and family is None:
+        failure = Failure(message=row[-1] or "cancelled before its first record", kind=ErrorKind.CANCELLED)
+        return landing.Ending(row[0], Status.CANCELLED, failure=failure)
+    if deadline_at is not None and deadline_at <= work.now and not compensating:
+        failure = Failure(message="its deadline passed before it was claimed", kind=ErrorKind.DEADLINE)
+        return landing.Ending(row[0], Status.TIMED_OUT, failure=failure)
+    return None
+
+
+def _take(request: ClaimRequest, run_ids: Sequence[str]) -> Operation[list[RunRecord]]:
+    """Set the fence; the runs as they stand then, in the order in which they were chosen."""
+    if not run_ids:
+        return []
+    found = yield from rows(TAKE, list(run_ids), request.mark, Span(request.lease), request.family)
+    taken = {row[0]: run_record(row) for row in found}
+    return [taken[run_id] for run_id in run_ids]
+
+
+__all__ = ["Taken", "claimed", "held", "histories", "quick", "replayed", "thorough"]

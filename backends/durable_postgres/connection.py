@@ -1,0 +1,312 @@
+"""Connections and transactions: one pool per event loop, and the driver that carries out operations on a pooled connection.
+
+`store.py` calls `Database.write` and `Database.read` with operations (see `operation.py`). Each runs in a short transaction of its own,
+READ COMMITTED by its own statement (semantics 63, 64), with everything that it asks for at once in one round trip. A connection of
+psycopg belongs to the event loop that made it, and the engine calls from several: hence a pool for each loop, opened when it is first
+used. One pool in a thread of its own was measured and costs two thread changes for every call. Nothing here knows a table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+import psycopg
+from psycopg import AsyncRawCursor, pq
+from psycopg.rows import tuple_row
+from psycopg_pool import AsyncConnectionPool
+
+from durable.clock import boottime
+from durable.errors import Conflict, StoreUnavailable
+from durable.model import Instant, Names
+from durable.settings import SECOND, Settings
+
+from . import faults
+from .adapting import teach
+from .lending import Lendable
+from .names import Naming
+from .opening import Address
+from .operation import Again, Answer, Ask, Operation, Row, Work
+
+T = TypeVar("T")
+Make = Callable[[Work], Operation[T]]
+
+log = logging.getLogger("durable.postgres")
+
+TRIES: Final = 12
+"""How often a transaction is begun anew after a dead-lock, a serialization failure, or a race that another one won."""
+PAUSE: Final = 0.002
+GET_TIMEOUT: Final = 10.0
+"""Seconds that a call waits for a free connection. Longer than a new connection may take."""
+RECONNECT: Final = 1.0
+"""Seconds after which the pool forgets a connection that can not be made: the next call that needs one tries at once."""
+CLOCK_AGE: Final = 30 * SECOND
+"""How long the best sample of the server's clock is kept."""
+
+BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
+BEGIN_READING: Final = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
+# A process that is stopped in the middle of a transaction must not keep its locks for ever, and a row that an application locks must
+# not hold up a whole batch. What must be durable stays so where the default of the database is asynchronous.
+PREAMBLE: Final = """
+SELECT now(), set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true),
+    set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on'
+        ELSE current_setting('synchronous_commit') END, true)
+"""
+PREAMBLE_ASYNCHRONOUS: Final = """
+SELECT now(), set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true),
+    set_config('synchronous_commit', 'off', true)
+"""
+
+
+class Pools:
+    """The pools of one store, by event loop."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._pools: dict[asyncio.AbstractEventLoop, AsyncConnectionPool[Lendable]] = {}
+        self._connections: dict[asyncio.AbstractEventLoop, list[Lendable]] = {}
+        self._pid = os.getpid()
+        self.closed = False
+
+    def guard(self) -> None:
+        """Refuse a closed store and a fork's child."""
+        if self.closed:
+            raise StoreUnavailable("the store is closed", hint="open it again")
+        if os.getpid() != self._pid:
+            raise StoreUnavailable(
+                "this store was opened before a fork: its connections belong to the parent",
+                hint="open the store in the child process (for example in a post-fork hook)",
+            )
+
+    async def of_this_loop(self) -> AsyncConnectionPool[Lendable]:
+        """The pool of the running loop."""
+        loop = asyncio.get_running_loop()
+        pool = self._pools.get(loop)
+        return pool if pool is not None else await self._open(loop)
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> AsyncConnectionPool[Lendable]:
+        self.guard()
+        self._forget_ended()
+        made: list[Lendable] = []
+
+        async def configure(con: Lendable) -> None:
+            teach(con)
+            if not self._address.prepare:
+                con.prepare_threshold = None
+            made[:] = [other for other in made if not other.closed]
+            made.append(con)
+
+        pool: AsyncConnectionPool[Lendable] = AsyncConnectionPool(
+            self._address.conninfo,
+            connection_class=Lendable,
+            kwargs={"autocommit": True, "row_factory": tuple_row},
+            min_size=0,
+            max_size=self._address.pool_size,
+            open=False,
+            configure=configure,
+            timeout=GET_TIMEOUT,
+            reconnect_timeout=RECONNECT,
+            name="durable",
+        )
+        await pool.open()  # takes no connection yet, and does not let another task run
+        with self._lock:
+            self._pools[loop], self._connections[loop] = pool, made
+        return pool
+
+    def _forget_ended(self) -> None:
+        """Loops that have ended, as that of a renewal thread: their connections are closed from here."""
+        with self._lock:
+            ended = [loop for loop in self._pools if loop.is_closed()]
+            made = [con for loop in ended for con in self._connections.pop(loop)]
+            for loop in ended:
+                del self._pools[loop]
+        for con in made:
+            con.pgconn.finish()
+
+    async def close(self) -> None:
+        """Let go of every connection, on the loop that it belongs to. Closing twice is nothing."""
+        self.closed = True
+        if os.getpid() != self._pid:
+            return
+        self._forget_ended()
+        here = asyncio.get_running_loop()
+        with self._lock:
+            pools, self._pools = dict(self._pools), {}
+            made, self._connections = self._connections, {}
+        for loop, pool in pools.items():
+            if loop is here:
+                await pool.close(timeout=5.0)
+            elif loop.is_running():
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(pool.close(timeout=5.0), loop))
+            for con in made[loop]:
+                con.pgconn.finish()
+
+
+@dataclasses.dataclass(slots=True)
+class _Clock:
+    """The server's clock as this process last saw it. Each sample is a lower bound, since it is older than its arrival."""
+
+    offset: Instant = 0
+    taken: Instant = 0
+
+    def sample(self, now: Instant) -> None:
+        here = boottime()
+        offset = now - here
+        if not self.taken or offset > self.offset or here - self.taken > CLOCK_AGE:
+            self.offset, self.taken = offset, here
+
+
+class Database:
+    """A store's way to its server. Usable from any number of event loops."""
+
+    def __init__(self, address: Address, settings: Settings, names: Names) -> None:
+        self.address = address
+        self.settings = settings
+        self.naming = Naming(names)
+        self.pools = Pools(address)
+        self.told: Callable[[set[str]], None] = lambda topics: None
+        """Where the news of a commit go (`wakeups.py`)."""
+        self.contact: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """What is checked before anything else is done, until it has passed once (69)."""
+        self.name: str | None = None
+        """The database, as the server calls it."""
+        self._clock = _Clock()
+        self.limits = (f"{settings.lease // 6 // 1_000 or 1}ms", f"{settings.lease // 1_000 or 1}ms")
+
+    def work(self) -> Work:
+        """What an operation is given."""
+        return Work(self.settings, lock_class=self.naming.key, sequence=self.naming.qualified("durable_run_submitted_seq"))
+
+    def clock(self) -> Instant:
+        """The server's clock, as this process estimates it."""
+        return boottime() + self._clock.offset
+
+    # -- operations --------------------------------------------------------------------------------------------------------
+
+    async def write(self, make: Make[T], *, durable: bool = True) -> T:
+        """Carry out an operation in a transaction and commit it; then tell its news. `durable=False`: the commit may be lost in a
+        crash of the server, together with everything that has seen it (storage.md says where that is safe)."""
+        preamble = Ask(PREAMBLE if durable else PREAMBLE_ASYNCHRONOUS, self.limits)
+        return await self._repeated(lambda con: self._transaction(con, make, (Ask(BEGIN), preamble)))
+
+    async def read(self, make: Make[T]) -> T:
+        """Carry out an operation that only reads, in a transaction of its own; each statement sees what is committed by then."""
+        return await self._repeated(lambda con: self._transaction(con, make, (Ask(BEGIN_READING), Ask(PREAMBLE, self.limits))))
+
+    async def _repeated(self, attempt: Callable[[Lendable], Coroutine[Any, Any, T]]) -> T:
+        """Begin anew where another transaction was in the way, and once where a pooled connection turned out to be dead."""
+        self.pools.guard()
+        if self.contact is not None:
+            await self.contact()
+        pause, replaced = PAUSE, False
+        for left in reversed(range(TRIES)):
+            with faults.mapped():
+                pool = await self.pools.of_this_loop()
+                fresh = True
+                try:
+                    async with pool.connection() as con:
+                        fresh, con.used = not con.used, True
+                        return await attempt(con)
+                except Again as error:
+                    if not left:
+                        raise Conflict(f"others changed it again and again: {error.what}", hint="try again") from error
+                except psycopg.Error as error:
+                    if error.sqlstate in faults.AGAIN and left:
+                        pass
+                    elif faults.lost(error) and not fresh and not replaced:
+                        # It was broken while nobody used it; its neighbours are, too. Every write may be repeated (42).
+                        replaced = True
+                        await pool.drain()
+                        continue
+                    else:
+                        raise
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(pause * 2, 0.2)
+        raise AssertionError("the last try raises")
+
+    async def _transaction(self, con: Lendable, make: Make[T], opening: Sequence[Ask]) -> T:
+        work = self.work()
+        steps = make(work)
+        try:
+            asks = next(steps)
+            answers = await self.ask(con, [*opening, *asks])
+            work.now = answers[len(opening) - 1].rows[0][0]
+            self._clock.sample(work.now)
+            value = await self.carry(con, steps, answers[len(opening) :])
+            await self.ask(con, [Ask("COMMIT")])
+        except BaseException:
+            await self.undo(con)
+            raise
+        finally:
+            steps.close()
+        if work.topics:
+            self.told(work.topics)
+        return value
+
+    async def carry(
+        self, con: psycopg.AsyncConnection[Row], steps: Operation[T], answers: list[Answer] | None = None
+    ) -> T:
+        """Carry an operation to its end inside the transaction that is open."""
+        try:
+            asks = next(steps) if answers is None else steps.send(answers)
+            while True:
+                asks = steps.send(await self.ask(con, asks))
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+    async def undo(self, con: Lendable) -> None:
+        """Roll back what is open, or let go of a connection that can not be asked any more."""
+        if con.closed or con.pgconn.transaction_status == pq.TransactionStatus.IDLE:
+            return
+        if con.pgconn.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR):
+            try:
+                await self.ask(con, [Ask("ROLLBACK")])
+                return
+            except psycopg.Error as error:
+                log.info("rolling back failed, the connection is closed: %s", error)
+        con.pgconn.finish()
+
+    async def ask(self, con: psycopg.AsyncConnection[Row], asks: Sequence[Ask]) -> list[Answer]:
+        """Send statements together and gather their answers."""
+        cursors: list[AsyncRawCursor[Row]] = []
+        if len(asks) == 1:
+            cursors.append(await self._send(con, asks[0]))
+        else:
+            async with con.pipeline():
+                for ask in asks:
+                    cursors.append(await self._send(con, ask))
+        return [
+            Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount) for cursor in cursors
+        ]
+
+    async def _send(self, con: psycopg.AsyncConnection[Row], ask: Ask) -> AsyncRawCursor[Row]:
+        cursor: AsyncRawCursor[Row] = AsyncRawCursor(con, row_factory=tuple_row)
+        await cursor.execute(self.naming(ask.text), ask.parameters or None, binary=True)  # type: ignore[arg-type]
+        return cursor
+
+    @asynccontextmanager
+    async def direct(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
+        """A connection of its own past any pooler, in autocommit; closed at the end."""
+        with faults.mapped():
+            con = await psycopg.AsyncConnection.connect(self.address.direct, autocommit=True, row_factory=tuple_row)
+            teach(con)
+            try:
+                yield con
+            finally:
+                con.pgconn.finish()
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        await self.pools.close()
+
+
+__all__ = ["BEGIN", "PREAMBLE", "TRIES", "Database", "Make", "Pools"]

@@ -1,0 +1,482 @@
+"""Flow control: permits of limited scopes, token buckets, pauses, and the release of what was held back (semantics 73 to 76).
+
+Claim calls `admit` with its candidates, every write by which a run leaves `running` calls `release`, every landing calls
+`next_in_sequence`; upkeep calls `refill` and `free` as nets. Whoever counts or gives back permits first locks the rows of the scopes, in
+order, and counts in a later statement: so it sees what the one before it has done. Runs that are released are taken as they are free;
+one that somebody holds is left to the net. Nothing here changes a status, lands a run, or decides a limit.
+
+A row of flow control counts for the runs of its own tenant (ADR 0030). The scopes of a run are `queue:NAME`, `function:NAME` and,
+where it has a concurrency key, `key:QUEUE:KEY`; a tenant's scopes carry the tenant in front, `TENANT/queue:NAME`. That text is
+what permits are counted by and what `blocked_on` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import UUID
+
+from durable.errors import Conflict
+from durable.model import ALL, Instant, QueueRecord, Scope
+from durable.storekit import stored_key, within
+
+from . import locks
+from .adapting import at, span
+from .operation import Ask, Operation, Row, Work, count, first, rows, together
+from .rows import IN_SCOPE, LIVE, of_scope
+
+ALONE: Final = "alone"
+SEQUENCE: Final = "sequence"
+KINDS: Final = ("queue", "function", "key")
+RELEASE_BATCH: Final = 1_000
+"""Runs that one change of a row releases at the most; the net releases the rest."""
+
+_RULE: Final = """
+SELECT r.queue_id, r.scope_name, r.tenant_id, r.paused, r.max_concurrency, r.rate_count, r.rate_period, r.rate_burst,
+    trunc(r.rate_tokens)::text, r.rate_at, r.fair
+FROM durable_queue AS r
+"""
+RULES: Final = f"{_RULE} WHERE r.queue_id = ANY ($1::text[]) ORDER BY r.queue_id FOR NO KEY UPDATE"
+LIST_RULES: Final = f"{_RULE} WHERE {IN_SCOPE} ORDER BY r.queue_id"
+PAUSED: Final = f"{_RULE} WHERE r.paused AND r.tenant_id IS NOT DISTINCT FROM $1::uuid"
+RATED: Final = f"{_RULE} WHERE r.rate_count IS NOT NULL AND {IN_SCOPE} ORDER BY r.queue_id FOR NO KEY UPDATE"
+PUT_RULE: Final = """
+INSERT INTO durable_queue AS q (queue_id, scope_name, tenant_id, paused, max_concurrency, rate_count, rate_period, rate_burst,
+                                rate_tokens, rate_at, fair, updated_at)
+VALUES ($1, $2, $3::uuid, $4, $5::integer, $6::integer, $7::interval, $8::integer, $9::text::numeric, $10::timestamptz, $11, now())
+ON CONFLICT (queue_id) DO UPDATE SET paused = excluded.paused, max_concurrency = excluded.max_concurrency,
+    rate_count = excluded.rate_count, rate_period = excluded.rate_period, rate_burst = excluded.rate_burst,
+    rate_tokens = excluded.rate_tokens, rate_at = excluded.rate_at, fair = excluded.fair, updated_at = excluded.updated_at
+"""
+SPEND: Final = """
+UPDATE durable_queue AS q SET rate_tokens = s.tokens::numeric, rate_at = s.at
+FROM unnest($1::text[], $2::text[], $3::timestamptz[]) AS s (queue_id, tokens, at) WHERE q.queue_id = s.queue_id
+"""
+IN_FLIGHT: Final = "SELECT p.scope, count(*) FROM durable_permit AS p WHERE p.scope = ANY ($1::text[]) GROUP BY p.scope"
+# A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late.
+_RUNNING: Final = """
+WITH flying AS MATERIALIZED (
+    SELECT r.run_id, r.concurrency_key FROM durable_run AS r
+    WHERE r.status = 'running' AND r.tenant_id IS NOT DISTINCT FROM $2::uuid AND {which} ORDER BY r.run_id FOR SHARE SKIP LOCKED)
+INSERT INTO durable_permit (scope, run_id, taken_at) SELECT {scope}, f.run_id, now() FROM flying AS f ON CONFLICT DO NOTHING
+"""
+PERMITS_OF_RUNNING: Final = {
+    "queue": _RUNNING.format(which="r.queue = $3::text", scope="$1::text"),
+    "function": _RUNNING.format(which="r.name = $3::text", scope="$1::text"),
+    "key": _RUNNING.format(
+        which="r.queue = $3::text AND r.concurrency_key IS NOT NULL", scope="$1::text || ':' || f.concurrency_key"
+    ),
+}
+DROP_PERMITS: Final = "DELETE FROM durable_permit WHERE scope = $1 OR (scope > $2 AND scope < $3)"
+TAKE_PERMITS: Final = """
+INSERT INTO durable_permit (scope, run_id, taken_at)
+SELECT t.scope, t.run_id, now() FROM unnest($1::text[], $2::text[]) AS t (scope, run_id) ON CONFLICT DO NOTHING
+"""
+HELD_PERMITS: Final = "SELECT DISTINCT p.scope FROM durable_permit AS p WHERE p.run_id = ANY ($1::text[])"
+GIVE_BACK: Final = """
+WITH gone AS (DELETE FROM durable_permit WHERE run_id = ANY ($1::text[]) RETURNING scope)
+SELECT g.scope, count(*)::integer FROM gone AS g GROUP BY g.scope ORDER BY g.scope
+"""
+BLOCK: Final = """
+UPDATE durable_run AS r SET blocked_on = b.scope FROM unnest($1::text[], $2::text[]) AS b (run_id, scope)
+WHERE r.run_id = b.run_id AND r.status = 'pending'
+"""
+SOME_BLOCKED: Final = "SELECT 1 FROM durable_run AS r WHERE r.status = 'pending' AND r.blocked_on = $1 LIMIT 1"
+# A run that lapsed twice in a row goes back to be taken alone (15), not into the ready index.
+UNBLOCK: Final = """
+WITH freed AS MATERIALIZED (
+    SELECT r.run_id FROM durable_run AS r WHERE r.status = 'pending' AND r.blocked_on = $1
+    ORDER BY r.priority DESC, r.submitted LIMIT $2 FOR NO KEY UPDATE SKIP LOCKED)
+UPDATE durable_run AS r SET blocked_on = CASE WHEN r.reclaims >= 2 THEN 'alone' END FROM freed
+WHERE r.run_id = freed.run_id RETURNING r.queue
+"""
+NEXT_SCOPE: Final = """
+SELECT r.blocked_on FROM durable_run AS r WHERE r.status = 'pending' AND r.blocked_on IS NOT NULL AND r.blocked_on > $1
+ORDER BY r.blocked_on LIMIT 1
+"""
+HEAD_OF_SEQUENCE: Final = f"""
+SELECT h.run_id, h.queue, h.blocked_on FROM unnest($1::text[]) AS k (key) CROSS JOIN LATERAL (
+    SELECT r.run_id, r.queue, r.blocked_on FROM durable_run AS r
+    WHERE r.sequence_key = k.key AND r.status IN {LIVE} ORDER BY r.submitted LIMIT 1) AS h
+"""
+OCCUPIED: Final = f"""
+SELECT k.key FROM unnest($1::text[]) AS k (key)
+WHERE EXISTS (SELECT 1 FROM durable_run AS r WHERE r.sequence_key = k.key AND r.status IN {LIVE})
+"""
+HEADS_IN_LINE: Final = """
+UPDATE durable_run AS r SET blocked_on = NULL WHERE r.run_id = ANY ($1::text[]) AND r.blocked_on = 'sequence'
+RETURNING r.queue
+"""
+# The net of 75: a run that waits for its turn although nobody is in front of it and nobody of its key is at work.
+STRANDED_HEADS: Final = f"""
+SELECT r.run_id, r.sequence_key FROM durable_run AS r WHERE r.status = 'pending' AND r.blocked_on = 'sequence' AND {IN_SCOPE}
+AND NOT EXISTS (SELECT 1 FROM durable_run AS o
+                WHERE o.sequence_key = r.sequence_key AND o.status IN {LIVE}
+                AND o.submitted <> r.submitted AND (o.submitted < r.submitted OR o.blocked_on IS DISTINCT FROM 'sequence'))
+ORDER BY r.run_id LIMIT $3
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A run that a claim is about to take. `concurrency_key` is as the caller passed it."""
+
+    run_id: str
+    tenant: UUID | None
+    queue: str
+    name: str
+    concurrency_key: str | None
+
+
+@dataclass(slots=True)
+class _Rule:
+    """A row of durable_queue at work: what it allows, and what this transaction has used of it."""
+
+    queue_id: str
+    record: QueueRecord
+    tokens: int | None
+    """In parts of a token, of which `rate_period` make one: whole numbers, so that no start is lost to rounding."""
+    at: Instant | None
+    taken: Counter[str] = field(default_factory=Counter)
+    """Permits by scope text."""
+
+    @property
+    def burst(self) -> int:
+        return (self.record.rate_burst or self.record.rate_count or 0) * (self.record.rate_period or 0)
+
+    def refill(self, now: Instant) -> int | None:
+        """Parts in the bucket now; None: there is no rate."""
+        rate = self.record.rate_count
+        if rate is None:
+            return None
+        if self.tokens is None or self.at is None:
+            self.tokens = self.burst
+        else:
+            self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * rate)
+        self.at = now
+        return self.tokens
+
+    def next_token(self, now: Instant) -> Instant:
+        """The instant at which a whole token is there."""
+        period, rate = self.record.rate_period or 0, self.record.rate_count or 1
+        missing = period - (self.refill(now) or 0)
+        return now + max(0, -(-missing // rate))
+
+    def room(self, now: Instant, text: str) -> bool:
+        """Has the scope a place for one more?"""
+        if self.record.paused:
+            return False
+        tokens = self.refill(now)
+        if tokens is not None and tokens < (self.record.rate_period or 0):
+            return False
+        most = self.record.max_concurrency
+        return most is None or self.taken[text] < most
+
+
+def _rule(row: Row) -> _Rule:
+    queue_id, scope_name, tenant, paused, most, rate, period, burst, tokens, since, fair = row
+    record = QueueRecord(
+        scope_name=scope_name,
+        tenant=tenant,
+        paused=paused,
+        max_concurrency=most,
+        rate_count=rate,
+        rate_period=period,
+        rate_burst=burst,
+        fair=fair,
+    )
+    return _Rule(queue_id, record, None if tokens is None else int(tokens), since)
+
+
+# -- the scopes of a run --------------------------------------------------------------------------------------------------
+
+
+def scope_text(tenant: UUID | None, base: str) -> str:
+    """The text of a scope by which permits are counted and which `blocked_on` shows."""
+    return base if tenant is None else f"{tenant}/{base}"
+
+
+def scopes_of(candidate: Candidate) -> list[tuple[str, str]]:
+    """(queue_id of the rule, scope text) of every scope that a run is in, whether it is limited or not."""
+    bases = [(f"queue:{candidate.queue}",) * 2, (f"function:{candidate.name}",) * 2]
+    if candidate.concurrency_key is not None:
+        bases.append((f"key:{candidate.queue}", f"key:{candidate.queue}:{candidate.concurrency_key}"))
+    tenant = candidate.tenant
+    return [(stored_key(tenant, rule), scope_text(tenant, base)) for rule, base in bases]
+
+
+def _queue_id(text: str) -> str:
+    """The rule that a scope text is counted by."""
+    tenant, base = _split(text)
+    kind, _, rest = base.partition(":")
+    return stored_key(tenant, f"key:{rest.partition(':')[0]}" if kind == "key" else base)
+
+
+def _split(text: str) -> tuple[UUID | None, str]:
+    """The tenant and the rest of a scope text. Names hold no slash and no colon, so a slash before the first colon is ours."""
+    head, colon, tail = text.partition(":")
+    tenant, slash, kind = head.rpartition("/")
+    return (UUID(tenant) if slash else None), f"{kind}{colon}{tail}"
+
+
+def _rules(queue_ids: Iterable[str]) -> Operation[dict[str, _Rule]]:
+    """Lock the rows of these scopes, in order."""
+    found = yield from rows(RULES, sorted(set(queue_ids)))
+    return {rule.queue_id: rule for rule in map(_rule, found)}
+
+
+def _count(pairs: Iterable[tuple[_Rule, str]]) -> Operation[None]:
+    """Count what is in flight, in a statement after the lock: the holders before us have committed by now."""
+    limited = {text: rule for rule, text in pairs if rule.record.max_concurrency is not None}
+    if limited:
+        for text, number in (yield from rows(IN_FLIGHT, sorted(limited))):
+            limited[text].taken[text] = number
+
+
+# -- what claim and landing call --------------------------------------------------------------------------------------------
+
+
+def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candidate]]:
+    """Those that every scope has room for, in order; each takes its permits and tokens. The others get `blocked_on` = the scope
+    that is full or paused, and are outside the ready index until it frees (73, 74)."""
+    if not candidates:
+        return []
+    scopes = {candidate.run_id: scopes_of(candidate) for candidate in candidates}
+    rules = yield from _rules(queue_id for pairs in scopes.values() for queue_id, _ in pairs)
+    if not rules:
+        return list(candidates)
+    limited = {
+        run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules] for run_id, pairs in scopes.items()
+    }
+    yield from _count(pair for pairs in limited.values() for pair in pairs)
+    admitted: list[Candidate] = []
+    permits: list[tuple[str, str]] = []
+    blocked: list[tuple[str, str]] = []
+    passed_over: Counter[tuple[str, str]] = Counter()
+    for candidate in candidates:
+        pairs = limited[candidate.run_id]
+        full = next((text for rule, text in pairs if not rule.room(work.now, text)), None)
+        if full is None:
+            permits += _take(candidate.run_id, pairs)
+            admitted.append(candidate)
+            continue
+        blocked.append((candidate.run_id, full))
+        passed_over.update((rule.queue_id, text) for rule, text in pairs if text != full)
+    yield from _write_down(permits, blocked, rules.values())
+    for (queue_id, text), number in passed_over.items():
+        # The place that it did not take in its other scopes goes to the next that waits there.
+        if rules[queue_id].room(work.now, text):
+            yield from _unblock(work, text, number)
+    return admitted
+
+
+def _take(run_id: str, limited: Sequence[tuple[_Rule, str]]) -> list[tuple[str, str]]:
+    taken: list[tuple[str, str]] = []
+    for rule, text in limited:
+        if rule.record.max_concurrency is not None:
+            taken.append((text, run_id))
+            rule.taken[text] += 1
+        if rule.tokens is not None:
+            rule.tokens -= rule.record.rate_period or 0
+    return taken
+
+
+def _write_down(
+    permits: Sequence[tuple[str, str]], blocked: Sequence[tuple[str, str]], rules: Iterable[_Rule]
+) -> Operation[None]:
+    asks: list[Ask] = []
+    if permits:
+        asks.append(Ask(TAKE_PERMITS, ([scope for scope, _ in permits], [run_id for _, run_id in permits])))
+    if blocked:
+        asks.append(Ask(BLOCK, ([run_id for run_id, _ in blocked], [scope for _, scope in blocked])))
+    rated = [rule for rule in rules if rule.record.rate_count is not None]
+    if rated:
+        asks.append(_spend(rated))
+    if asks:
+        yield from together(*asks)
+
+
+def _spend(rated: Sequence[_Rule]) -> Ask:
+    tokens = [None if rule.tokens is None else str(rule.tokens) for rule in rated]
+    return Ask(SPEND, ([rule.queue_id for rule in rated], tokens, [at(rule.at) for rule in rated]))
+
+
+def release(work: Work, run_ids: Iterable[str]) -> Operation[None]:
+    """Runs leave `running`: their permits are given back, and as many of those that wait for them are ready, by priority and
+    `submitted` (73, 74)."""
+    ids = sorted(set(run_ids))
+    held = yield from rows(HELD_PERMITS, ids)
+    if not held:
+        return
+    yield from _rules(_queue_id(text) for (text,) in held)
+    for text, number in (yield from rows(GIVE_BACK, ids)):
+        yield from _unblock(work, text, number)
+
+
+def _unblock(work: Work, text: str, most: int) -> Operation[int]:
+    freed = yield from rows(UNBLOCK, text, most)
+    for (queue,) in freed:
+        work.announce(f"queue:{queue}")
+    return len(freed)
+
+
+def next_in_sequence(work: Work, sequence_keys: Iterable[str]) -> Operation[None]:
+    """Runs of these stored keys have landed: the first in line of each is ready (75). Only for keys of landed runs that were not
+    `blocked_on = 'sequence'` themselves: one that is cancelled while it waits for its turn has no turn to pass on."""
+    keys = sorted(set(sequence_keys))
+    yield from locks.lines(work, keys)
+    heads = yield from rows(HEAD_OF_SEQUENCE, keys)
+    waiting = sorted(run_id for run_id, _, blocked_on in heads if blocked_on == SEQUENCE)
+    if waiting:
+        yield from locks.alone(waiting)
+        for (queue,) in (yield from rows(HEADS_IN_LINE, waiting)):
+            work.announce(f"queue:{queue}")
+
+
+def occupied(work: Work, sequence_keys: Iterable[str]) -> Operation[set[str]]:
+    """Of these stored keys those of which a run has not landed: who joins their line now has to wait (75)."""
+    keys = sorted(set(sequence_keys))
+    if not keys:
+        return set()
+    yield from locks.lines(work, keys)
+    return {key for (key,) in (yield from rows(OCCUPIED, keys))}
+
+
+def paused(scope: Scope) -> Operation[frozenset[str]]:
+    """Names of paused scopes (`queue:NAME`, `function:NAME`): a claim bound to one tenant leaves them out whole. An unbound claim
+    leaves out nothing: what is paused for one tenant goes on for the others, and `admit` holds that one's runs back."""
+    if scope is ALL:
+        return frozenset()
+    return frozenset(row[1] for row in (yield from rows(PAUSED, scope)))
+
+
+# -- the operator's side ----------------------------------------------------------------------------------------------------
+
+
+def queues(work: Work, scope: Scope) -> Operation[list[QueueRecord]]:
+    """The rows of flow control that a scope sees."""
+    return [_rule(row).record for row in (yield from rows(LIST_RULES, *of_scope(scope)))]
+
+
+def set_queue(work: Work, record: QueueRecord) -> Operation[None]:
+    """Put a row; it counts for the next claim. What it held back and no longer holds is ready in the same write, up to a batch.
+    Raises Conflict for a row that can mean nothing, before anything is written."""
+    _check(record)
+    queue_id = stored_key(record.tenant, record.scope_name)
+    before = (yield from _rules([queue_id])).get(queue_id)
+    fresh = _Rule(queue_id, record, None, None)
+    tokens: int | None = None
+    since: Instant | None = None
+    if record.rate_count is not None:
+        tokens, since = fresh.burst, work.now
+        if before is not None and before.refill(work.now) is not None:
+            # A change of the rate hands out no new burst: what was there, in the new parts.
+            had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
+            tokens = min(fresh.burst, had)
+    values: tuple[Any, ...] = (record.paused, record.max_concurrency, record.rate_count, span(record.rate_period), record.rate_burst)
+    bucket = (None if tokens is None else str(tokens), at(since), record.fair)
+    yield from count(PUT_RULE, queue_id, record.scope_name, record.tenant, *values, *bucket)
+    rule = _Rule(queue_id, record, tokens, since)
+    base = scope_text(record.tenant, record.scope_name)
+    kind, _, name = record.scope_name.partition(":")
+    if record.max_concurrency is None:
+        yield from count(DROP_PERMITS, base, *((base, base) if kind != "key" else (f"{base}:", f"{base};")))
+    else:
+        yield from count(PERMITS_OF_RUNNING[kind], base, record.tenant, name)
+    for text in (yield from _blocked_scopes(base)):
+        yield from _fill(work, rule, text, RELEASE_BATCH)
+
+
+def _check(record: QueueRecord) -> None:
+    kind, _, name = record.scope_name.partition(":")
+    if kind not in KINDS or not name:
+        raise Conflict(f"{record.scope_name!r} is no scope", hint="queue:NAME, function:NAME, or key:QUEUE")
+    if (record.rate_count is None) != (record.rate_period is None):
+        raise Conflict(f"{record.scope_name}: a rate is a count and a period", hint="give both, or neither")
+    if kind == "key" and record.rate_count is not None:
+        raise Conflict("a rate can not be set for each key of a queue", hint="set it on queue:NAME or function:NAME")
+    for what in ("max_concurrency", "rate_count", "rate_period", "rate_burst"):
+        value = getattr(record, what)
+        if value is not None and value < 1:
+            raise Conflict(f"{record.scope_name}: {what} = {value}", hint="at least 1; to stop a scope, pause it")
+
+
+def _blocked_scopes(base: str) -> Operation[list[str]]:
+    """Scope texts on which some run is blocked: the scope itself, or for `key:QUEUE` each of its keys."""
+    if not base.rpartition("/")[2].startswith("key:"):
+        return [base]
+    found: list[str] = []
+    last = f"{base}:"
+    while (row := (yield from first(NEXT_SCOPE, last))) is not None and row[0].startswith(f"{base}:"):
+        found.append(row[0])
+        last = row[0]
+    return found
+
+
+def _fill(work: Work, rule: _Rule | None, text: str, most: int) -> Operation[int]:
+    """Release as many of those blocked on a scope as it has room for now."""
+    room = most
+    if rule is not None:
+        if rule.record.paused:
+            return 0
+        tokens = rule.refill(work.now)
+        if tokens is not None:
+            room = min(room, tokens // (rule.record.rate_period or 1))
+        if rule.record.max_concurrency is not None:
+            yield from _count([(rule, text)])
+            room = min(room, rule.record.max_concurrency - rule.taken[text])
+    return (yield from _unblock(work, text, room)) if room > 0 else 0
+
+
+# -- the nets ---------------------------------------------------------------------------------------------------------------
+
+
+def refill(work: Work, scope: Scope, most: int) -> Operation[Instant | None]:
+    """Release what waits for tokens that have come in (76). The answer: when the next token comes for which a run waits."""
+    soonest: Instant | None = None
+    for rule in map(_rule, (yield from rows(RATED, *of_scope(scope)))):
+        text = scope_text(rule.record.tenant, rule.record.scope_name)
+        yield from _fill(work, rule, text, most)
+        if not rule.record.paused and (yield from first(SOME_BLOCKED, text)) is not None:
+            due = rule.next_token(work.now)
+            if due > work.now:  # otherwise it waits for a permit, and who gives that back releases it
+                soonest = due if soonest is None else min(soonest, due)
+    return soonest
+
+
+def free(work: Work, scope: Scope, most: int) -> Operation[int]:
+    """The net of 74 and 75: release blocked runs whose scope has room, or has no row any more, and heads of a sequence that
+    wait for nobody. The answer: how many."""
+    total, last = 0, ""
+    while total < most and (row := (yield from first(NEXT_SCOPE, last))) is not None:
+        last = row[0]
+        if last in (ALONE, SEQUENCE):
+            continue
+        if not within(_split(last)[0], scope):
+            continue
+        queue_id = _queue_id(last)
+        rule = (yield from _rules([queue_id])).get(queue_id)
+        total += yield from _fill(work, rule, last, most - total)
+    stranded = yield from rows(STRANDED_HEADS, *of_scope(scope), most)
+    if stranded:
+        yield from next_in_sequence(work, (key for _, key in stranded))
+    return total + len(stranded)
+
+
+__all__ = [
+    "ALONE",
+    "SEQUENCE",
+    "Candidate",
+    "admit",
+    "free",
+    "next_in_sequence",
+    "occupied",
+    "paused",
+    "queues",
+    "refill",
+    "release",
+    "scopes_of",
+    "set_queue",
+]

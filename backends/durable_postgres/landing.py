@@ -1,0 +1,212 @@
+"""THE landing: the one function through which every write that makes a run terminal goes, with all that follows from it.
+
+`settle`, `claim`, `cancel`, the sweep, `enqueue` (a node behind a failed one) and this module itself call `land`, each after it has
+locked the family of the runs in the same transaction and checked that they may end. Nothing else in this package writes a terminal
+status.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from durable.model import ErrorKind, Failure, Instant, Json, Status
+
+from . import flow, locks
+from .adapting import at, span
+from .operation import Operation, Work, count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ends. Terminal status; output only with completed, failure otherwise."""
+
+    run_id: str
+    status: Status
+    output: Json | None = None
+    failure: Failure | None = None
+
+
+# The children of a run that did not complete are cancelled by the net (48). It finds the parents by this mark, so that it need not
+# look at every live child.
+LAND: Final = """
+UPDATE durable_run AS r SET status = e.status, output = e.output, error = e.error, error_kind = e.kind, error_detail = e.detail,
+    error_positions = e.positions, finished_at = now(), updated_at = now(), purge_at = now() + e.keep, leased_until = NULL,
+    available_at = NULL, blocked_on = NULL, mismatch_since = NULL, waiting_for = NULL, wake_after = 0,
+    cancel_children = e.status <> 'completed' AND EXISTS (
+        SELECT 1 FROM durable_run AS c WHERE c.parent_run_id = r.run_id AND NOT c.detached AND c.status IN ('pending', 'running', 'suspended'))
+FROM unnest($1::text[], $2::text[], $3::jsonb[], $4::text[], $5::text[], $6::jsonb[], $7::jsonb[], $8::interval[])
+    AS e (run_id, status, output, error, kind, detail, positions, keep)
+WHERE r.run_id = e.run_id
+"""
+CHANGE: Final = """
+UPDATE durable_run AS r SET status = e.status, wake_seq = e.wake_seq, wake_after = e.wake_after, available_at = e.available_at,
+    waiting_for = CASE WHEN e.status = 'suspended' THEN r.waiting_for END, updated_at = now()
+FROM unnest($1::text[], $2::text[], $3::integer[], $4::integer[], $5::timestamptz[]) AS e (run_id, status, wake_seq, wake_after, available_at)
+WHERE r.run_id = e.run_id
+"""
+SCHEDULES: Final = """
+WITH counted AS MATERIALIZED (
+    SELECT s.schedule_id, c.reset, c.failed FROM durable_schedule AS s
+    JOIN unnest($1::text[], $2::boolean[], $3::integer[]) AS c (schedule_id, reset, failed) ON c.schedule_id = s.schedule_id
+    WHERE c.failed > 0 OR s.consecutive_failures > 0 ORDER BY s.schedule_id FOR NO KEY UPDATE OF s)
+UPDATE durable_schedule AS s SET consecutive_failures = c.failed + CASE WHEN c.reset THEN 0 ELSE s.consecutive_failures END
+FROM counted AS c WHERE s.schedule_id = c.schedule_id
+"""
+
+UPSTREAM: Final = "a run before it in its graph did not complete"
+
+
+def land(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[None]:
+    """Make runs terminal, with every consequence, in this transaction. A run that is terminal already is left as it is.
+
+    `locked` holds the family of each of them. Terminal states first; then dependents (which may land in turn), the permits, the next
+    in line, parents by the number of their children that landed, and schedules.
+    """
+    landed: list[Ending] = []
+    queues: set[str] = set()
+    turns: set[str] = set()
+    wave: Sequence[Ending] = endings
+    while wave:
+        found = [ending for ending in _once_each(wave) if ending.run_id in locked and locked[ending.run_id].live]
+        for ending in found:
+            standing = locked[ending.run_id]
+            # A run that waited for its turn itself leaves the line without anybody's turn coming.
+            if standing.sequence_key is not None and standing.blocked_on != flow.SEQUENCE:
+                turns.add(standing.sequence_key)
+        yield from _write(work, locked, found)
+        landed += found
+        wave = yield from _dependents(work, locked, found, queues)
+        if wave:  # a node that lands has nodes behind it and a parent of its own
+            locked.update((yield from locks.family(ending.run_id for ending in wave)))
+    if not landed:
+        return
+    yield from _wake_parents(work, locked, landed, queues)
+    with_permits = [ending.run_id for ending in landed if locked[ending.run_id].has_permits]
+    if with_permits:
+        yield from flow.release(work, with_permits)
+    if turns:
+        yield from flow.next_in_sequence(work, turns)
+    yield from _count_schedules(locked, landed)
+    for ending in landed:
+        work.announce(f"run:{ending.run_id}")
+    for queue in queues:
+        work.announce(f"queue:{queue}")
+
+
+def _once_each(endings: Iterable[Ending]) -> list[Ending]:
+    return list({ending.run_id: ending for ending in reversed(list(endings))}.values())[::-1]
+
+
+def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[None]:
+    if not endings:
+        return
+    columns: list[tuple[Any, ...]] = []
+    for ending in endings:
+        standing = locked[ending.run_id]
+        failure, completed = ending.failure, ending.status is Status.COMPLETED
+        what: tuple[Any, ...] = (None, None, None, None)
+        if failure is not None and not completed:
+            positions = json.dumps(failure.positions) if failure.positions else None
+            what = (failure.message, str(failure.kind), failure.detail, positions)
+        keep = work.settings.keep if standing.keep is None else standing.keep
+        columns.append((ending.run_id, str(ending.status), ending.output if completed else None, *what, span(keep)))
+        standing.status, standing.wake_after, standing.available_at = str(ending.status), 0, None
+    yield from count(LAND, *map(list, zip(*columns, strict=True)))
+
+
+def _dependents(
+    work: Work, locked: locks.Locked, landed: Sequence[Ending], queues: set[str]
+) -> Operation[list[Ending]]:
+    """Count down the nodes behind completed runs and release those at 0; the answer: the nodes that land `upstream` (77)."""
+    completed = {ending.run_id: ending.status is Status.COMPLETED for ending in landed}
+    changed: list[locks.Standing] = []
+    lost: dict[str, Ending] = {}
+    for node in locked.values():
+        if node.status != Status.SUSPENDED or node.attempts != 0 or not node.waits_for:
+            continue
+        before = [run_id for run_id in node.waits_for if run_id in completed]
+        bad = next((run_id for run_id in before if not completed[run_id]), None)
+        if bad is not None:
+            failure = Failure(message=f"{UPSTREAM}: {bad}", kind=ErrorKind.UPSTREAM)
+            lost[node.run_id] = Ending(node.run_id, Status.CANCELLED, failure=failure)
+        elif before:
+            node.wake_after = max(node.wake_after - len(before), 0)
+            if node.wake_after == 0:
+                node.status = Status.PENDING
+                if node.available_at is not None and node.available_at <= work.now:
+                    node.available_at = None
+                if node.blocked_on is None and node.available_at is None:
+                    queues.add(node.queue)
+            changed.append(node)
+    yield from _change(changed)
+    return list(lost.values())
+
+
+def _wake_parents(work: Work, locked: locks.Locked, landed: Iterable[Ending], queues: set[str]) -> Operation[None]:
+    """Add to each parent the number of its children that landed, and wake it when it waited for no more (31, 33)."""
+    ends: Counter[str] = Counter()
+    failed: set[str] = set()
+    for ending in landed:
+        parent_id = locked[ending.run_id].parent_run_id
+        if parent_id is not None:
+            ends[parent_id] += 1
+            if ending.status is not Status.COMPLETED:
+                failed.add(parent_id)
+    changed: list[locks.Standing] = []
+    for parent_id, number in ends.items():
+        parent = locked.get(parent_id)
+        if parent is None or not parent.live:
+            continue
+        work.announce(f"run:{parent_id}")
+        changed.append(parent)
+        parent.wake_seq += number
+        if parent.status != Status.SUSPENDED or parent.attempts == 0 or parent.wake_after == 0:
+            if parent.status != Status.SUSPENDED:
+                parent.wake_after = 0
+            continue
+        parent.wake_after = max(parent.wake_after - number, 0)
+        if (parent.wake_on_failure and parent_id in failed) or (parent.wake_after == 0 and not parent.wake_delay):
+            wake(parent)
+            queues.add(parent.queue)
+        elif parent.wake_after == 0:  # the ends of independent children are gathered for a moment (33)
+            soon: Instant = work.now + parent.wake_delay
+            parent.available_at = soon if parent.available_at is None else min(soon, parent.available_at)
+    yield from _change(changed)
+
+
+def wake(standing: locks.Standing) -> None:
+    """A suspended run is claimable now."""
+    standing.status, standing.wake_after, standing.available_at = Status.PENDING, 0, None
+
+
+def _change(changed: Sequence[locks.Standing]) -> Operation[None]:
+    if not changed:
+        return
+    yield from count(
+        CHANGE,
+        [one.run_id for one in changed],
+        [str(one.status) for one in changed],
+        [one.wake_seq for one in changed],
+        [one.wake_after for one in changed],
+        [at(one.available_at) for one in changed],
+    )
+
+
+def _count_schedules(locked: locks.Locked, landed: Iterable[Ending]) -> Operation[None]:
+    """Failures in a row: counted in the order of the batch, reset by success (55)."""
+    counted: dict[str, tuple[bool, int]] = {}
+    for ending in landed:
+        schedule_id = locked[ending.run_id].schedule_id
+        if schedule_id is not None:
+            reset, failed = counted.get(schedule_id, (False, 0))
+            counted[schedule_id] = (True, 0) if ending.status is Status.COMPLETED else (reset, failed + 1)
+    if counted:
+        resets, failures = [one[0] for one in counted.values()], [one[1] for one in counted.values()]
+        yield from count(SCHEDULES, list(counted), resets, failures)
+
+
+__all__ = ["UPSTREAM", "Ending", "land", "wake"]
