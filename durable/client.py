@@ -188,7 +188,10 @@ class Client:
             )
         if not runs:
             return []
-        answers = await self._opened.repeated(lambda: self.store.enqueue(runs, tx=self._conn))
+        if self._conn is not None:  # errors of the caller's transaction pass through untouched (41)
+            answers = await self.store.enqueue(runs, tx=self._conn)
+        else:
+            answers = await self._opened.repeated(lambda: self.store.enqueue(runs))
         return [Run(self._plain(), answer.run, fn, answer.disposition) for answer in answers]
 
     async def _submit(self, run: NewRun) -> Submitted:
