@@ -1,9 +1,10 @@
 """Two processes with one SQLite file and one clock, and pairs of conflicting operations that they carry out at the same moment.
 
-`test_races_*.py` name the pairs: a function that makes a stage ready and gives the two calls and a check. Each pair runs in both orders one
-after the other, inside one process at once (where the store may put both into one transaction), and then many times from both
-processes, started at one instant of the monotonic clock with a random head start for either. Every stage has a tenant and a queue of its own,
-so that one file serves all. A second store in the same process would share the first one's connections: hence the process.
+`test_races_*.py` name the pairs: a function that makes a stage ready and gives the two calls and a check. Each pair runs in both
+orders one after the other, inside one process at once (where the store may put both into one transaction), and then many times from
+both processes, started at one instant of the monotonic clock with a random head start for either. Every stage has a tenant and a
+queue of its own, so that one file serves all. A second store in the same process would share the connections of the first: hence
+the other process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -81,7 +83,8 @@ def _serve(pipe: Connection, url: str, clock: Any) -> None:
 class Arena:
     """The near store on a loop of its own, the far one behind a pipe."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path, url = path, f"sqlite:///{path}"
         context = multiprocessing.get_context("spawn")
         self.clock = context.Value("q", 1_700_000_000 * SECOND)
         self.loop = asyncio.new_event_loop()

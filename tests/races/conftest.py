@@ -8,6 +8,6 @@ from races.arena import Arena
 
 @pytest.fixture(scope="session")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    made = Arena(f"sqlite:///{tmp_path_factory.mktemp('races') / 'races.db'}")
+    made = Arena(tmp_path_factory.mktemp("races") / "races.db")
     yield made
     made.close()

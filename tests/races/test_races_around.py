@@ -373,7 +373,7 @@ def fire_and_pause_it_fires_before_or_not_at_all(stage: Stage) -> Made:
     def check(fired: list[m.Submitted] | None, paused: bool) -> None:
         assert paused
         assert len(stage.all()) == (fired is not None)
-        instant, due = stage.do(stage.store.due_schedules(scope=stage.tenant, limit=10))
+        _, due = stage.do(stage.store.due_schedules(scope=stage.tenant, limit=10))
         assert list(due) == []
 
     return call("fire", one), call("pause_schedule", "s", scope=stage.tenant, paused=True), check

@@ -65,7 +65,8 @@ KINDS = st.sampled_from(
     "step step step attempt timer signal start start child child cancel timeout pivot compensation undo again".split()
 )
 OUTCOMES = st.sampled_from(
-    "completed completed failed failed cancelled timed_out forward_incomplete retry suspended suspended suspended handed_back mismatch".split()
+    "completed completed failed failed cancelled timed_out forward_incomplete retry "
+    "suspended suspended suspended handed_back mismatch".split()
 )
 
 

@@ -215,7 +215,10 @@ class RunOracle:
             self.land(row, end, m.Failure(message="", kind="deadline" if end == "timed_out" else end))
         self.wake_parents()
         free = [row for row in candidates if self.ends_at_claim(row) is None and row.status == "pending"]
-        limited = any(rule.max_concurrency is not None or rule.rate_count is not None for rule in self.queues.values())
+        limited = any(
+            rule.paused or rule.max_concurrency is not None or rule.rate_count is not None
+            for rule in self.queues.values()
+        )
         room = sum(min(most, sum(row.queue == queue for row in free)) for queue, most in request.queues.items())
         if not limited and not list(ended) and candidates == free and not lone:
             assert len(taken) == min(request.limit, room), f"took {len(taken)} of {[row.run_id for row in free]}"

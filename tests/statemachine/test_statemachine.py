@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from statemachine.machine import REACHED
@@ -21,6 +22,7 @@ UNREADABLE = (m.Status.PENDING, m.Status.FAILED, "claim")
 """Needs a damaged row, which no method can make: a case of the conformance suite of each backend."""
 
 
+@pytest.mark.timeout(0)  # a failure is shrunk, which may take minutes
 def test_store_and_oracle_show_the_same_after_every_operation_and_every_transition_is_reached() -> None:
     REACHED.clear()
     run_state_machine_as_test(
