@@ -38,7 +38,8 @@ def _runs(name: str, text: str, condition: str, detail: str = "r.status") -> _In
 def _orphans(table: str, what: str) -> _Invariant:
     # Rows of no run have no tenant that could be asked for: only the unbound scope sees them.
     sql = f"""
-SELECT o.run_id, NULL FROM {table} AS o WHERE NOT EXISTS (SELECT 1 FROM durable_run AS r WHERE r.run_id = o.run_id) AND $1 AND $2::uuid IS NULL
+SELECT o.run_id, NULL FROM {table} AS o
+WHERE NOT EXISTS (SELECT 1 FROM durable_run AS r WHERE r.run_id = o.run_id) AND $1 AND $2::uuid IS NULL
 """
     return _Invariant(f"orphan_{what}", f"a {what} of a run that is not there", sql)
 

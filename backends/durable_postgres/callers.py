@@ -127,14 +127,14 @@ def _work(database: Database, rows: Sequence[Row], _: int) -> Work:
 async def _ask(database: Database, con: psycopg.AsyncConnection[Any], ask: Ask) -> Answer:
     cursor: AsyncRawCursor[Row] = AsyncRawCursor(con, row_factory=tuple_row)
     teach(cursor)
-    await cursor.execute(database.naming(ask.text), ask.parameters or None, binary=True)  # type: ignore[arg-type]
+    await cursor.execute(database.naming(ask.text), ask.parameters or None, binary=True)
     return Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
 
 
 def _ask_blocking(database: Database, con: psycopg.Connection[Any], ask: Ask) -> Answer:
     cursor: RawCursor[Row] = RawCursor(con, row_factory=tuple_row)
     teach(cursor)
-    cursor.execute(database.naming(ask.text), ask.parameters or None, binary=True)  # type: ignore[arg-type]
+    cursor.execute(database.naming(ask.text), ask.parameters or None, binary=True)
     return Answer(cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
 
 

@@ -32,7 +32,8 @@ def request_cancel(work: Work, run_ids: Sequence[str], scope: Scope, reason: str
     """One answer per run: True where it will end cancelled, or refuse and say so; False: terminal, unknown, another tenant's."""
     locked = yield from locks.family(run_ids)
     asked = {
-        run_id: run_id in locked and within(locked[run_id].tenant_id, scope) and locked[run_id].live for run_id in run_ids
+        run_id: run_id in locked and within(locked[run_id].tenant_id, scope) and locked[run_id].live
+        for run_id in run_ids
     }
     yield from ask(work, locked, [run_id for run_id, live in asked.items() if live], reason)
     return [asked[run_id] for run_id in run_ids]

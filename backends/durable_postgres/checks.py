@@ -19,8 +19,8 @@ from . import schema
 from .adapting import Span
 from .connection import Database
 from .contact import OLDEST
-from .operation import Ask, Operation, Row, Work, together
 from .opening import SPARE
+from .operation import Ask, Operation, Row, Work, together
 
 SKEW: Final = SECOND
 """A clock of this machine that is further off shows instants in logs that the store has never seen; leases are not harmed."""
@@ -44,7 +44,8 @@ WHERE r.status = 'pending' AND r.available_at IS NULL AND r.blocked_on IS NULL G
 UNKNOWN: Final = """
 SELECT r.queue, r.name, count(*)::integer FROM durable_run AS r
 WHERE r.status = 'pending' AND r.available_at IS NULL AND NOT EXISTS (
-    SELECT 1 FROM durable_worker AS w WHERE w.seen_at >= now() - $1::interval AND w.queues ? r.queue AND (NOT w.bound OR w.tenant_id = r.tenant_id)
+    SELECT 1 FROM durable_worker AS w WHERE w.seen_at >= now() - $1::interval AND w.queues ? r.queue
+    AND (NOT w.bound OR w.tenant_id = r.tenant_id)
     AND EXISTS (SELECT 1 FROM jsonb_array_elements(w.functions) AS f (pair) WHERE f.pair ->> 0 = r.name))
 GROUP BY r.queue, r.name ORDER BY 3 DESC LIMIT 10
 """
@@ -77,7 +78,9 @@ async def check(database: Database) -> list[Check]:
 
 def _ask(work: Work, database: Database) -> Operation[list[list[Row]]]:
     lease = Span(work.settings.lease)
-    tables = [database.naming.plain(name) for name in ("durable_run", "durable_step", "durable_signal", "durable_queue")]
+    tables = [
+        database.naming.plain(name) for name in ("durable_run", "durable_step", "durable_signal", "durable_queue")
+    ]
     return (
         yield from together(
             Ask(SERVER),
@@ -103,7 +106,9 @@ def _schema(found: schema.Found) -> list[Check]:
     else:
         checks.append(Check(name="schema", level="ok", text=f"version {found.status.found}"))
     if found.broken_unique:
-        text = f"missing or invalid: {', '.join(found.broken_unique)}; a key could be given twice; run `durable migrate`"
+        text = (
+            f"missing or invalid: {', '.join(found.broken_unique)}; a key could be given twice; run `durable migrate`"
+        )
         checks.append(Check(name="indexes", level="refuse", text=text))
     elif found.broken:
         text = f"missing or invalid: {', '.join(found.broken)}; run `durable migrate`"
@@ -116,10 +121,20 @@ def _schema(found: schema.Found) -> list[Check]:
 def _server(row: Row, here: int, doubt: int) -> list[Check]:
     version, isolation, commits, fsync, _, _, standby, there, _ = row
     checks = [
-        Check(name="server", level="ok" if version >= OLDEST else "refuse", text=f"PostgreSQL {version // 10_000}.{version % 10_000}")
+        Check(
+            name="server",
+            level="ok" if version >= OLDEST else "refuse",
+            text=f"PostgreSQL {version // 10_000}.{version % 10_000}",
+        )
     ]
     if standby:
-        checks.append(Check(name="primary", level="refuse", text="the server is a standby and takes no writes; connect to the primary"))
+        checks.append(
+            Check(
+                name="primary",
+                level="refuse",
+                text="the server is a standby and takes no writes; connect to the primary",
+            )
+        )
     if isolation == "read committed":
         checks.append(Check(name="isolation", level="ok", text="read committed"))
     else:
@@ -141,11 +156,15 @@ def _server(row: Row, here: int, doubt: int) -> list[Check]:
 
 def _connections(database: Database, row: Row, workers: list[Row]) -> Check:
     """All workers against the server's limit (68)."""
-    most, reserved, used = row[4] - row[5], row[5], row[8]
+    most, used = row[4] - row[5], row[8]
     wanted = sum(int(json.loads(settings).get("transaction_slots", 4)) + SPARE for _, settings in workers)
-    text = f"{len(workers)} live worker(s) may open {wanted} connections, {used} are open; the server takes {most} beside {reserved} reserved"
+    text = f"{len(workers)} live worker(s) may open {wanted} connections, {used} are open; the server takes {most}"
     if max(wanted, database.address.pool_size) > most:
-        return Check(name="connections", level="warn", text=f"{text}; raise max_connections, or lower pool_size and transaction_slots")
+        return Check(
+            name="connections",
+            level="warn",
+            text=f"{text}; raise max_connections, or lower pool_size and transaction_slots",
+        )
     return Check(name="connections", level="ok", text=text)
 
 
@@ -153,7 +172,9 @@ def _dead(found: list[Row]) -> Check:
     if not found:
         return Check(name="dead rows", level="ok", text=f"no table has more than {DEAD:,}")
     tables = ", ".join(f"{name} {count:,}" for name, count in found)
-    return Check(name="dead rows", level="warn", text=f"{tables}: VACUUM ANALYZE them; look for old transactions that hold them")
+    return Check(
+        name="dead rows", level="warn", text=f"{tables}: VACUUM ANALYZE them; look for old transactions that hold them"
+    )
 
 
 def _ready(found: list[Row]) -> Check:
@@ -181,7 +202,9 @@ def _limits(workers: list[Row]) -> Check:
                 values.setdefault(name, set()).add(str(read[name]))
     unequal = [f"{name}: {', '.join(sorted(found))}" for name, found in values.items() if len(found) > 1]
     if unequal:
-        return Check(name="limits", level="warn", text=f"workers disagree on {'; '.join(unequal)}; give all of them the same")
+        return Check(
+            name="limits", level="warn", text=f"workers disagree on {'; '.join(unequal)}; give all of them the same"
+        )
     return Check(name="limits", level="ok", text="all live workers have the same limits")
 
 

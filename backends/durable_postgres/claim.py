@@ -29,27 +29,29 @@ _CLEAN: Final = """
 (r.cancel_requested_at IS NULL OR r.cancel_refused_at IS NOT NULL OR r.replay_family IS NOT NULL)
     AND (r.deadline_at IS NULL OR r.deadline_at > now() OR r.compensating)
 """
-_HEADS: Final = """
-SELECT {columns} FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
-    SELECT r.run_id, r.priority, r.submitted, {clean} AS clean FROM durable_run AS r
-    WHERE {which}r.queue = $2 AND {route} = n.route AND {ready}
-    ORDER BY r.priority DESC, r.submitted LIMIT $3 FOR NO KEY UPDATE SKIP LOCKED) AS h {more}
-ORDER BY h.priority DESC, h.submitted LIMIT $3
+# The heads of each queue, over all routes: locked where they are free.
+_OF_QUEUE: Final = f"""
+SELECT h.run_id, h.priority, h.submitted, h.clean FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
+    SELECT r.run_id, r.priority, r.submitted, {_CLEAN} AS clean FROM durable_run AS r
+    WHERE {{which}}r.queue = {{queue}} AND {ROUTE} = n.route AND {READY}
+    ORDER BY r.priority DESC, r.submitted LIMIT {{room}} FOR NO KEY UPDATE SKIP LOCKED) AS h
+ORDER BY h.priority DESC, h.submitted LIMIT {{room}}
 """
-
-
-def _heads(columns: str, which: str, more: str = "") -> str:
-    return _HEADS.format(columns=columns, which=which, route=ROUTE, ready=READY, clean=_CLEAN, more=more)
-
-
-_WHOSE: Final = {"all": "", "untagged": "r.tenant_id IS NULL AND $7::uuid IS NULL AND ", "tenant": "r.tenant_id = $7::uuid AND "}
+# Whose runs: everybody's, the untagged, or one tenant's, who is the last parameter.
+_WHOSE: Final = {
+    "all": "",
+    "untagged": "r.tenant_id IS NULL AND {0}::uuid IS NULL AND ",
+    "tenant": "r.tenant_id = {0}::uuid AND ",
+}
 QUICK: Final = {
     whose: f"""
 WITH dispute AS MATERIALIZED (
     SELECT EXISTS (SELECT 1 FROM durable_queue) AS ruled,
         EXISTS (SELECT 1 FROM durable_run AS r WHERE r.lease_owner = $4 AND r.status = 'running') AS held),
 heads AS MATERIALIZED (
-    {_heads("h.run_id, h.clean", which, "WHERE NOT (SELECT d.ruled OR d.held FROM dispute AS d)")}),
+    SELECT o.run_id, o.clean FROM unnest($2::text[], $3::integer[]) WITH ORDINALITY AS q (queue, room, place) CROSS JOIN LATERAL (
+        {_OF_QUEUE.format(which=which.format("$8"), queue="q.queue", room="q.room")}) AS o
+    WHERE NOT (SELECT d.ruled OR d.held FROM dispute AS d) ORDER BY q.place, o.priority DESC, o.submitted LIMIT $7),
 taken AS (
     UPDATE durable_run AS r SET {_TAKEN} FROM heads WHERE r.run_id = heads.run_id AND heads.clean RETURNING {RUN_COLUMNS})
 SELECT d.ruled, d.held, EXISTS (SELECT 1 FROM heads AS h WHERE NOT h.clean), r.* FROM dispute AS d LEFT JOIN taken AS r ON true
@@ -58,19 +60,24 @@ SELECT d.ruled, d.held, EXISTS (SELECT 1 FROM heads AS h WHERE NOT h.clean), r.*
 }
 _ROW: Final = f"{RUN_COLUMNS}, r.cancel_reason"
 _LOCKED: Final = """
-SELECT {row} FROM durable_run AS r WHERE r.run_id = ANY (ARRAY({heads})) ORDER BY r.priority DESC, r.submitted
+SELECT {row} FROM durable_run AS r WHERE r.run_id = ANY (ARRAY(SELECT o.run_id FROM ({heads}) AS o)) ORDER BY r.priority DESC, r.submitted
 """
 HEADS: Final = {
-    whose: _LOCKED.format(row=_ROW, heads=_heads("h.run_id", which)).replace("$7", "$4") for whose, which in _WHOSE.items()
+    whose: _LOCKED.format(row=_ROW, heads=_OF_QUEUE.format(which=which.format("$4"), queue="$2", room="$3"))
+    for whose, which in _WHOSE.items()
 }
 HEADS_ALONE: Final = f"""
 SELECT {_ROW} FROM durable_run AS r
 WHERE r.blocked_on = 'alone' AND r.status = 'pending' AND r.available_at IS NULL AND ($1 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid)
 AND r.queue = ANY ($3::text[]) AND {ROUTE} = ANY ($4::text[]) ORDER BY r.priority DESC, r.submitted LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
 """
-TAKE: Final = f"""
+TAKE: Final = (
+    f"""
 UPDATE durable_run AS r SET {_TAKEN} WHERE r.run_id = ANY ($1::text[]) RETURNING {RUN_COLUMNS}
-""".replace("$4", "$2").replace("$5", "$3").replace("$6", "$4")
+""".replace("$4", "$2")
+    .replace("$5", "$3")
+    .replace("$6", "$4")
+)
 HELD: Final = f"""
 SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE r.lease_owner = $1 AND r.status = 'running' ORDER BY r.priority DESC, r.submitted
 """
@@ -81,22 +88,25 @@ SELECT {STEP_COLUMNS}, s.run_id FROM durable_step AS s WHERE s.run_id = ANY ($1:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Taken:
-    """What a claim has; whether it was held before, and whether something was left to `thorough`."""
+    """What a claim has; whether it was held before; and why something was left: flow control has a say, or runs are to end here."""
 
     runs: Sequence[RunRecord]
     again: bool = False
-    disputed: bool = False
+    ruled: bool = False
+    ending: bool = False
 
 
-def quick(work: Work, request: ClaimRequest, queue: str, room: int) -> Operation[Taken]:
-    """Take from one queue what nobody disputes."""
+def quick(work: Work, request: ClaimRequest) -> Operation[Taken]:
+    """Take what nobody disputes."""
     whose, tenant = _whose(request)
-    values: list[Any] = [_routes(request), queue, room, request.mark, Span(request.lease), request.family, *tenant]
-    found = yield from rows(QUICK[whose], *values)
+    queues = {queue: place for place, (queue, most) in enumerate(request.queues.items()) if most > 0}
+    rooms = [min(request.queues[queue], request.limit) for queue in queues]
+    fence = (request.mark, Span(request.lease), request.family)
+    found = yield from rows(QUICK[whose], _routes(request), list(queues), rooms, *fence, request.limit, *tenant)
     ruled, held, unclean = found[0][:3]
     taken = [run_record(row[3:]) for row in found if row[3] is not None]
-    taken.sort(key=lambda run: (-run.priority, run.submitted))
-    return Taken(taken, again=held, disputed=ruled or unclean)
+    taken.sort(key=lambda run: (queues[run.queue], -run.priority, run.submitted))
+    return Taken(taken, again=held, ruled=ruled, ending=unclean)
 
 
 def held(work: Work, mark: str) -> Operation[list[RunRecord]]:
@@ -104,13 +114,13 @@ def held(work: Work, mark: str) -> Operation[list[RunRecord]]:
     return [run_record(row) for row in (yield from rows(HELD, mark))]
 
 
-def thorough(work: Work, request: ClaimRequest, room: dict[str, int]) -> Operation[Taken]:
+def thorough(work: Work, request: ClaimRequest) -> Operation[Taken]:
     """Take up to so many of each queue, land what ends here, and hold back what has no permit."""
     already = yield from held(work, request.mark)
     if already:
         return Taken(already, again=True)
     closed = yield from flow.paused(request.scope)
-    open_queues = {queue: most for queue, most in room.items() if most > 0 and f"queue:{queue}" not in closed}
+    open_queues = {queue: most for queue, most in request.queues.items() if most > 0 and f"queue:{queue}" not in closed}
     if request.alone:
         chosen = yield from _alone(work, request, open_queues)
         if chosen:
@@ -121,6 +131,15 @@ def thorough(work: Work, request: ClaimRequest, room: dict[str, int]) -> Operati
         if left > 0:
             chosen += yield from _from_queue(work, request, queue, left)
     return Taken((yield from _take(request, chosen)))
+
+
+def land_what_ends(work: Work, request: ClaimRequest) -> Operation[None]:
+    """Land the heads that `quick` passed over, so that they are not in front again."""
+    for queue, most in request.queues.items():
+        if most > 0:
+            whose, tenant = _whose(request)
+            found = yield from rows(HEADS[whose], _routes(request), queue, min(most, request.limit), *tenant)
+            yield from _land(work, [ending for row in found if (ending := _ending(work, row)) is not None])
 
 
 def histories(work: Work, run_ids: Sequence[str]) -> Operation[dict[str, list[StepRecord]]]:
@@ -159,7 +178,9 @@ def _routes(request: ClaimRequest) -> list[str]:
 
     A run without a version is taken for its name alone, whatever versions of it the worker registered.
     """
-    pairs = {(name, "") for name, _ in request.functions} | {(name, version or "") for name, version in request.functions}
+    pairs = {(name, "") for name, _ in request.functions} | {
+        (name, version or "") for name, version in request.functions
+    }
     return [f"{name}/{version}@{family}" for name, version in sorted(pairs) for family in ("", request.family)]
 
 
@@ -198,12 +219,18 @@ def _admitted(work: Work, found: Sequence[Row]) -> Operation[list[str]]:
     for row in found:
         ending = _ending(work, row)
         if ending is None:
-            going.append(flow.Candidate(run_id=row[0], tenant=row[3], queue=row[9], name=row[1], concurrency_key=row[29]))
+            going.append(
+                flow.Candidate(run_id=row[0], tenant=row[3], queue=row[9], name=row[1], concurrency_key=row[29])
+            )
         else:
             endings.append(ending)
+    yield from _land(work, endings)
+    return [candidate.run_id for candidate in (yield from flow.admit(work, going))]
+
+
+def _land(work: Work, endings: Sequence[landing.Ending]) -> Operation[None]:
     if endings:
         yield from landing.land(work, (yield from locks.family(ending.run_id for ending in endings)), endings)
-    return [candidate.run_id for candidate in (yield from flow.admit(work, going))]
 
 
 def _ending(work: Work, row: Row) -> landing.Ending | None:
@@ -227,4 +254,4 @@ def _take(request: ClaimRequest, run_ids: Sequence[str]) -> Operation[list[RunRe
     return [taken[run_id] for run_id in run_ids]
 
 
-__all__ = ["Taken", "claimed", "held", "histories", "quick", "replayed", "thorough"]
+__all__ = ["Taken", "claimed", "held", "histories", "land_what_ends", "quick", "replayed", "thorough"]

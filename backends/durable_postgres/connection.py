@@ -23,7 +23,7 @@ from psycopg import AsyncRawCursor, pq
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool
 
-from durable.clock import boottime
+from durable.clock import boottime, system_micros
 from durable.errors import Conflict, StoreUnavailable
 from durable.model import Instant, Names
 from durable.settings import SECOND, Settings
@@ -154,7 +154,7 @@ class Pools:
 class _Clock:
     """The server's clock as this process last saw it. Each sample is a lower bound, since it is older than its arrival."""
 
-    offset: Instant = 0
+    offset: Instant = dataclasses.field(default_factory=lambda: system_micros() - boottime())
     taken: Instant = 0
 
     def sample(self, now: Instant) -> None:
@@ -183,7 +183,13 @@ class Database:
 
     def work(self) -> Work:
         """What an operation is given."""
-        return Work(self.settings, lock_class=self.naming.key, sequence=self.naming.qualified("durable_run_submitted_seq"))
+        return Work(
+            self.settings, lock_class=self.naming.key, sequence=self.naming.qualified("durable_run_submitted_seq")
+        )
+
+    def see_clock(self, now: Instant) -> None:
+        """The server said what time it is."""
+        self._clock.sample(now)
 
     def clock(self) -> Instant:
         """The server's clock, as this process estimates it."""
@@ -199,7 +205,9 @@ class Database:
 
     async def read(self, make: Make[T]) -> T:
         """Carry out an operation that only reads, in a transaction of its own; each statement sees what is committed by then."""
-        return await self._repeated(lambda con: self._transaction(con, make, (Ask(BEGIN_READING), Ask(PREAMBLE, self.limits))))
+        return await self._repeated(
+            lambda con: self._transaction(con, make, (Ask(BEGIN_READING), Ask(PREAMBLE, self.limits)))
+        )
 
     async def _repeated(self, attempt: Callable[[Lendable], Coroutine[Any, Any, T]]) -> T:
         """Begin anew where another transaction was in the way, and once where a pooled connection turned out to be dead."""
@@ -282,15 +290,15 @@ class Database:
             cursors.append(await self._send(con, asks[0]))
         else:
             async with con.pipeline():
-                for ask in asks:
-                    cursors.append(await self._send(con, ask))
+                cursors += [await self._send(con, ask) for ask in asks]
         return [
-            Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount) for cursor in cursors
+            Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
+            for cursor in cursors
         ]
 
     async def _send(self, con: psycopg.AsyncConnection[Row], ask: Ask) -> AsyncRawCursor[Row]:
         cursor: AsyncRawCursor[Row] = AsyncRawCursor(con, row_factory=tuple_row)
-        await cursor.execute(self.naming(ask.text), ask.parameters or None, binary=True)  # type: ignore[arg-type]
+        await cursor.execute(self.naming(ask.text), ask.parameters or None, binary=True)
         return cursor
 
     @asynccontextmanager

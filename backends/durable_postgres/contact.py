@@ -27,7 +27,7 @@ OLDEST: Final = 150_000
 """PostgreSQL 15 is the oldest that the tests run on."""
 SESSION: Final = """
 SELECT current_setting('default_transaction_isolation'), current_setting('server_version_num')::integer, current_database(),
-    current_setting('server_encoding')
+    current_setting('server_encoding'), clock_timestamp()
 """
 
 
@@ -49,7 +49,11 @@ class Contact:
         try:
             await self.make()
         except StoreUnavailable as error:
-            log.warning("the server at %s does not answer; it is checked when it does: %s", self.database.address.place, error.message)
+            log.warning(
+                "the server at %s does not answer; it is checked when it does: %s",
+                self.database.address.place,
+                error.message,
+            )
 
     async def make(self) -> None:
         """Look, once. Raises ConfigurationError, SchemaMismatch or StoreUnavailable, and is then asked again."""
@@ -66,18 +70,23 @@ class Contact:
         database = self.database
         async with database.direct() as con:
             (answer,) = await database.ask(con, [Ask(SESSION)])
-            isolation, version, name, encoding = answer.rows[0]
+            isolation, version, name, encoding, now = answer.rows[0]
             if isolation != "read committed":
                 raise ConfigurationError(
                     f"default_transaction_isolation is {isolation!r} for this role and database; durable needs 'read committed'",
                     hint="ALTER ROLE … RESET default_transaction_isolation (or ALTER DATABASE …), then connect anew",
                 )
             if version < OLDEST:
-                raise ConfigurationError(f"the server is PostgreSQL {version // 10_000}", hint="use PostgreSQL 15 or newer")
+                raise ConfigurationError(
+                    f"the server is PostgreSQL {version // 10_000}", hint="use PostgreSQL 15 or newer"
+                )
             if encoding != "UTF8":
-                raise ConfigurationError(f"the database is encoded in {encoding}", hint="create it with ENCODING 'UTF8'")
+                raise ConfigurationError(
+                    f"the database is encoded in {encoding}", hint="create it with ENCODING 'UTF8'"
+                )
             found = await schema.look(database, con)
         database.name = name
+        database.see_clock(now)
         if self.auto_migrate and (found.status.found != found.status.wanted or found.status.missing):
             pending(found.applied or {}, schema.migrations())  # tables of a newer version are left alone
             await schema.migrate(database)
@@ -88,7 +97,9 @@ class Contact:
     def _judge(self, found: schema.Found) -> None:
         place = self.database.address.place
         if found.applied is None:
-            raise SchemaMismatch(f"{place} has no tables of durable", hint="run `durable migrate`, or open it with auto_migrate=True")
+            raise SchemaMismatch(
+                f"{place} has no tables of durable", hint="run `durable migrate`, or open it with auto_migrate=True"
+            )
         todo = pending(found.applied, schema.migrations())
         names = ", ".join(migration.name for migration in todo)
         if found.broken_unique:

@@ -39,7 +39,8 @@ ORDER BY r.run_id FOR NO KEY UPDATE
 NUMBERS: Final = "SELECT nextval($1::text::regclass) FROM generate_series(1, $2)"
 JOIN: Final = """
 UPDATE durable_run AS r SET priority = j.priority, available_at = j.available_at, input = j.input, updated_at = now()
-FROM unnest($1::text[], $2::integer[], $3::timestamptz[], $4::jsonb[]) AS j (run_id, priority, available_at, input) WHERE r.run_id = j.run_id
+FROM unnest($1::text[], $2::integer[], $3::timestamptz[], $4::jsonb[]) AS j (run_id, priority, available_at, input)
+WHERE r.run_id = j.run_id
 """
 PUT_KEYS: Final = """
 INSERT INTO durable_key (idempotency_key, run_id)
@@ -285,7 +286,9 @@ class _Batch:
             else:
                 return min(candidates, default=None)
             if tenant != run.tenant:
-                raise NotFound(f"there is no run {run.parent_run_id} to be the parent", hint="a child is of its parent's tenant")
+                raise NotFound(
+                    f"there is no run {run.parent_run_id} to be the parent", hint="a child is of its parent's tenant"
+                )
             if not run.detached:
                 candidates += [] if deadline_at is None else [deadline_at]
                 if status in TERMINAL and status is not Status.COMPLETED:
@@ -298,9 +301,13 @@ class _Batch:
         for edge in run.depends_on:
             found = self._before(edge.run_id)
             if edge.run_id == run.run_id or (found is None and edge.run_id not in self.ids):
-                raise NotFound(f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="submit a graph as one batch")
+                raise NotFound(
+                    f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="submit a graph as one batch"
+                )
             if found is not None and found[0] != run.tenant:
-                raise NotFound(f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="a graph is of one tenant")
+                raise NotFound(
+                    f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="a graph is of one tenant"
+                )
             self.edges.append((run.run_id, edge.run_id, edge.position, edge.kind))
             status = Status.PENDING if found is None else found[1]
             left += status != Status.COMPLETED
@@ -331,7 +338,11 @@ class _Batch:
         asks: list[Ask] = []
         if joined:
             ids = [draft.found.run_id for draft in joined if draft.found is not None]
-            changes = [draft.priority for draft in joined], [at(draft.available_at) for draft in joined], [draft.text for draft in joined]
+            changes = (
+                [draft.priority for draft in joined],
+                [at(draft.available_at) for draft in joined],
+                [draft.text for draft in joined],
+            )
             asks.append(Ask(JOIN, (ids, *changes)))
         drafts = sorted(self.drafts.values(), key=_order)
         if drafts:
@@ -348,7 +359,9 @@ class _Batch:
 
     def _edges(self) -> list[tuple[str, str, int, str]]:
         if len({(run_id, on) for run_id, on, _, _ in self.edges}) < len(self.edges):
-            raise Conflict("a run can not be stored: it depends on another one twice", hint="a run has one edge to another")
+            raise Conflict(
+                "a run can not be stored: it depends on another one twice", hint="a run has one edge to another"
+            )
         return self.edges
 
     def _refused(self, drafts: Sequence[_Draft]) -> Operation[None]:
@@ -367,9 +380,15 @@ class _Batch:
     # -- the answers -------------------------------------------------------------------------------------------------------
 
     def _record(self, run_id: str) -> RunRecord:
-        joined = next((one for one in self.waiting.values() if one.joined and one.found and one.found.run_id == run_id), None)
+        joined = next(
+            (one for one in self.waiting.values() if one.joined and one.found and one.found.run_id == run_id), None
+        )
         if joined is not None and joined.found is not None:
-            changed: dict[str, Any] = {"priority": joined.priority, "available_at": joined.available_at, "input": joined.text}
+            changed: dict[str, Any] = {
+                "priority": joined.priority,
+                "available_at": joined.available_at,
+                "input": joined.text,
+            }
             return dataclasses.replace(joined.found, updated_at=self.work.now, **changed)
         known = self.known.get(run_id)
         if known is not None:
@@ -390,7 +409,9 @@ def _check(run: NewRun) -> None:
     for what in ("idempotency_key", "coalesce_key", "sequence_key", "concurrency_key"):
         key = getattr(run, what)
         if key is not None and not 0 < len(key) <= KEY_LENGTH:
-            raise Conflict(f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones")
+            raise Conflict(
+                f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones"
+            )
 
 
 def _join_key(run: NewRun) -> str:
@@ -438,7 +459,19 @@ def _created(draft: _Draft, now: Instant) -> RunRecord:
     """The record of a run as it was just inserted: reading it back would double the cost of a submit. By the order of its fields."""
     run = draft.run
     assert run is not None
-    what = (run.run_id, run.name, draft.status, run.tenant, draft.text, None, None, None, None, run.queue, draft.priority)
+    what = (
+        run.run_id,
+        run.name,
+        draft.status,
+        run.tenant,
+        draft.text,
+        None,
+        None,
+        None,
+        None,
+        run.queue,
+        draft.priority,
+    )
     counters = (0, 0, 0, draft.submitted)
     times = (now, now, None, None, draft.available_at, None, None, draft.deadline_at, None, None, None)
     keys = (run.idempotency_key, run.coalesce_key, run.sequence_key, run.concurrency_key, draft.blocked_on)

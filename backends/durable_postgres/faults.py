@@ -22,9 +22,17 @@ _TEXT: Final = "NUL characters and lone surrogates can not be stored: take them 
 _STATES: Final[dict[str, _Known]] = {
     "40001": (StoreUnavailable, "the transaction lost against others, again and again", "try again"),
     "40P01": (StoreUnavailable, "the transaction met others in a dead-lock, again and again", "try again"),
-    "55P03": (StoreUnavailable, "a row is locked by another transaction", "try again; end the transaction that holds it"),
+    "55P03": (
+        StoreUnavailable,
+        "a row is locked by another transaction",
+        "try again; end the transaction that holds it",
+    ),
     "57014": (StoreUnavailable, "the statement was cancelled", "try again; look at statement_timeout of the role"),
-    "25006": (StoreUnavailable, "the server is read-only (a standby, or a fail-over under way)", "connect to the primary"),
+    "25006": (
+        StoreUnavailable,
+        "the server is read-only (a standby, or a fail-over under way)",
+        "connect to the primary",
+    ),
     "25P03": (StoreUnavailable, "the transaction was idle for too long and was ended", "try again"),
     "53300": (StoreUnavailable, "the server has no connection left", "raise max_connections, or lower pool_size"),
     "53100": (StoreUnavailable, "the disk of the server is full: nothing of this write was stored", "make room on it"),

@@ -248,7 +248,8 @@ def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candida
     if not rules:
         return list(candidates)
     limited = {
-        run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules] for run_id, pairs in scopes.items()
+        run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules]
+        for run_id, pairs in scopes.items()
     }
     yield from _count(pair for pairs in limited.values() for pair in pairs)
     admitted: list[Candidate] = []
@@ -375,7 +376,13 @@ def set_queue(work: Work, record: QueueRecord) -> Operation[None]:
             # A change of the rate hands out no new burst: what was there, in the new parts.
             had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
             tokens = min(fresh.burst, had)
-    values: tuple[Any, ...] = (record.paused, record.max_concurrency, record.rate_count, span(record.rate_period), record.rate_burst)
+    values: tuple[Any, ...] = (
+        record.paused,
+        record.max_concurrency,
+        record.rate_count,
+        span(record.rate_period),
+        record.rate_burst,
+    )
     bucket = (None if tokens is None else str(tokens), at(since), record.fair)
     yield from count(PUT_RULE, queue_id, record.scope_name, record.tenant, *values, *bucket)
     rule = _Rule(queue_id, record, tokens, since)

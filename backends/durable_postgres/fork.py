@@ -17,7 +17,7 @@ from .operation import Again, Ask, Operation, Row, Work, first, together
 from .rows import RUN_COLUMNS, run_record, stored_key
 
 RUN: Final = f"SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE r.run_id = $1"
-JOURNAL: Final = "SELECT s.step_id, s.kind, s.position, s.signal_seq FROM durable_step AS s WHERE s.run_id = $1 ORDER BY s.position"
+JOURNAL: Final = "SELECT s.step_id, s.kind, s.position, s.signal_seq, s.seen FROM durable_step AS s WHERE s.run_id = $1 ORDER BY s.position"
 # Fresh keys, no parent, no schedule, no signals: a run of its own, with the seed and the start of the old one, so that what is
 # replayed reads the same. `attempts = 1`, since a fresh run reads no journal. Signals to come count on from those that are taken.
 COPY_RUN: Final = """
@@ -40,13 +40,17 @@ ON CONFLICT DO NOTHING
 
 def fork(work: Work, run_id: str, scope: Scope, new_run_id: str, from_step: int | str) -> Operation[RunRecord]:
     """The new run. Repeated with the same `new_run_id`: the run that is there."""
-    origins, others, journal = yield from together(Ask(RUN, (run_id,)), Ask(RUN, (new_run_id,)), Ask(JOURNAL, (run_id,)))
+    origins, others, journal = yield from together(
+        Ask(RUN, (run_id,)), Ask(RUN, (new_run_id,)), Ask(JOURNAL, (run_id,))
+    )
     origin = run_record(origins[0]) if origins else None
     made = run_record(others[0]) if others else None
     if made is not None and within(made.tenant, scope):
         if made.forked_from == run_id:
             return made
-        raise Conflict(f"run {new_run_id} is there already and is no fork of {run_id}", hint="choose a new id for the fork")
+        raise Conflict(
+            f"run {new_run_id} is there already and is no fork of {run_id}", hint="choose a new id for the fork"
+        )
     if origin is None or not within(origin.tenant, scope):
         raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
     if made is not None:
@@ -58,7 +62,8 @@ def fork(work: Work, run_id: str, scope: Scope, new_run_id: str, from_step: int 
     waits = key is not None and bool((yield from flow.occupied(work, [key])))
     stamps = (RecordKind.COMPENSATION in kinds, RecordKind.PIVOT in kinds, bool(kept), flow.SEQUENCE if waits else None)
     copied, _ = yield from together(
-        Ask(COPY_RUN, (new_run_id, run_id, wake_seq, *stamps)), Ask(COPY_RECORDS, (new_run_id, run_id, [row[0] for row in kept]))
+        Ask(COPY_RUN, (new_run_id, run_id, wake_seq, *stamps)),
+        Ask(COPY_RECORDS, (new_run_id, run_id, [row[0] for row in kept])),
     )
     if not copied:
         raise Again(f"fork {new_run_id}")
@@ -69,11 +74,12 @@ def fork(work: Work, run_id: str, scope: Scope, new_run_id: str, from_step: int 
 
 
 def _kept(journal: Sequence[Row], run_id: str, from_step: int | str) -> list[Row]:
-    """(step id, kind, position, signal) of the records to be copied: those before the cut, without the starts of children whose end is
-    not among them: the fork has no such child, and starts its own."""
+    """The records to be copied: those before the cut, without the starts of children whose end is not among them (the fork has no such
+    child, and starts its own) and without what was made after such a start was seen: the body could not come to it before it has started
+    a child again, and it starts nothing before the journal is exhausted."""
     found = [row for row in journal if row[2] is not None]
     if isinstance(from_step, str):
-        cut = next((position for step_id, _, position, _ in found if step_id == from_step), None)
+        cut = next((position for step_id, _, position, _, _ in found if step_id == from_step), None)
         if cut is None:
             raise Conflict(f"the journal of run {run_id} has no step {from_step!r}", hint="runs show lists its steps")
     else:
@@ -82,8 +88,9 @@ def _kept(journal: Sequence[Row], run_id: str, from_step: int | str) -> list[Row
             raise Conflict(f"{cut} is no position of a journal", hint="positions count from 0")
     kept = [row for row in found if row[2] < cut]
     names = {row[0] for row in kept}
-    childless = {row[0] for row in kept if row[1] == RecordKind.START and f"{row[0]}:end" not in names}
-    return [row for row in kept if row[0] not in childless]
+    childless = [row[2] for row in kept if row[1] == RecordKind.START and f"{row[0]}:end" not in names]
+    least = min(childless, default=cut)
+    return [row for row in kept if row[2] not in childless and row[4] < least]
 
 
 __all__ = ["fork"]

@@ -30,9 +30,9 @@ added AS (
     SELECT h.run_id, h.tenant_id, n.step_id, n.kind, n.position, n.seen, n.digest, h.attempts, greatest(now(), n.floor), n.started_at,
         n.signal_seq, n.result
     FROM unnest($4::text[], $5::text[], $6::text[], $7::integer[], $8::integer[], $9::text[], $10::timestamptz[], $11::timestamptz[],
-                $12::integer[], $13::jsonb[], $14::text[])
-        AS n (run_id, step_id, kind, position, seen, digest, floor, started_at, signal_seq, result, mark)
-    JOIN held AS h ON h.run_id = n.run_id AND h.lease_owner = n.mark
+                $12::integer[], $13::jsonb[], $14::text[], $15::integer[])
+        AS n (run_id, step_id, kind, position, seen, digest, floor, started_at, signal_seq, result, mark, attempts)
+    JOIN held AS h ON h.run_id = n.run_id AND h.lease_owner = n.mark AND h.attempts = n.attempts
     ON CONFLICT DO NOTHING RETURNING run_id, step_id, created_at)
 SELECT a.run_id, a.step_id, a.created_at, h.mismatch FROM added AS a JOIN held AS h ON h.run_id = a.run_id
 """
@@ -50,12 +50,16 @@ END_MISMATCH: Final = "UPDATE durable_run AS r SET mismatch_since = NULL WHERE r
 PIVOT: Final = """
 UPDATE durable_run AS r SET cancel_refused_at = coalesce(r.cancel_refused_at, now()), updated_at = now() WHERE r.run_id = ANY ($1::text[])
 """
-COMPENSATION: Final = "UPDATE durable_run AS r SET compensating = true, updated_at = now() WHERE r.run_id = ANY ($1::text[])"
+COMPENSATION: Final = (
+    "UPDATE durable_run AS r SET compensating = true, updated_at = now() WHERE r.run_id = ANY ($1::text[])"
+)
 PROGRESS: Final = """
 UPDATE durable_run AS r SET progress = p.progress, updated_at = now() FROM unnest($1::text[], $2::jsonb[]) AS p (run_id, progress)
 WHERE r.run_id = p.run_id
 """
-VISIBLE: Final = "SELECT 1 FROM durable_run AS r WHERE ($1 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid) AND r.run_id = $3"
+VISIBLE: Final = (
+    "SELECT 1 FROM durable_run AS r WHERE ($1 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid) AND r.run_id = $3"
+)
 HISTORY: Final = f"SELECT {STEP_COLUMNS} FROM durable_step AS s WHERE s.run_id = $1 ORDER BY {STEP_ORDER}"
 
 Entry = tuple[Lease, NewRecord]
@@ -118,15 +122,20 @@ def _holds(row: Row, lease: Lease) -> bool:
 
 def _arrays(records: Sequence[Entry]) -> tuple[list[Any], ...]:
     fences = sorted({(lease.run_id, lease.attempts, lease.mark) for lease, _ in records})
-    columns: tuple[list[Any], ...] = tuple([] for _ in range(11))
+    columns: tuple[list[Any], ...] = tuple([] for _ in range(12))
     for lease, record in records:
         values = (
             lease.run_id, record.step_id, str(record.kind), record.position, record.seen, record.digest, At(record.floor),
-            at(record.started_at), record.signal_seq, record.result, lease.mark,
+            at(record.started_at), record.signal_seq, record.result, lease.mark, lease.attempts,
         )  # fmt: skip
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-    return ([run_id for run_id, _, _ in fences], [attempts for _, attempts, _ in fences], [mark for *_, mark in fences], *columns)
+    return (
+        [run_id for run_id, _, _ in fences],
+        [attempts for _, attempts, _ in fences],
+        [mark for *_, mark in fences],
+        *columns,
+    )
 
 
 def _stored(lease: Lease, record: NewRecord, stamp: int) -> StepRecord:

@@ -28,24 +28,29 @@ class Ending:
     status: Status
     output: Json | None = None
     failure: Failure | None = None
+    failures: int = 0
+    """1: the execution that ends the run ended in an error, and counts like those before it (2)."""
 
 
 # The children of a run that did not complete are cancelled by the net (48). It finds the parents by this mark, so that it need not
 # look at every live child.
 LAND: Final = """
 UPDATE durable_run AS r SET status = e.status, output = e.output, error = e.error, error_kind = e.kind, error_detail = e.detail,
-    error_positions = e.positions, finished_at = now(), updated_at = now(), purge_at = now() + e.keep, leased_until = NULL,
+    error_positions = e.positions, finished_at = now(), updated_at = now(), purge_at = now() + e.keep,
+    failures = r.failures + e.failures, leased_until = NULL,
     available_at = NULL, blocked_on = NULL, mismatch_since = NULL, waiting_for = NULL, wake_after = 0,
     cancel_children = e.status <> 'completed' AND EXISTS (
-        SELECT 1 FROM durable_run AS c WHERE c.parent_run_id = r.run_id AND NOT c.detached AND c.status IN ('pending', 'running', 'suspended'))
-FROM unnest($1::text[], $2::text[], $3::jsonb[], $4::text[], $5::text[], $6::jsonb[], $7::jsonb[], $8::interval[])
-    AS e (run_id, status, output, error, kind, detail, positions, keep)
+        SELECT 1 FROM durable_run AS c WHERE c.parent_run_id = r.run_id AND NOT c.detached
+        AND c.status IN ('pending', 'running', 'suspended'))
+FROM unnest($1::text[], $2::text[], $3::jsonb[], $4::text[], $5::text[], $6::jsonb[], $7::jsonb[], $8::interval[], $9::integer[])
+    AS e (run_id, status, output, error, kind, detail, positions, keep, failures)
 WHERE r.run_id = e.run_id
 """
 CHANGE: Final = """
 UPDATE durable_run AS r SET status = e.status, wake_seq = e.wake_seq, wake_after = e.wake_after, available_at = e.available_at,
     waiting_for = CASE WHEN e.status = 'suspended' THEN r.waiting_for END, updated_at = now()
-FROM unnest($1::text[], $2::text[], $3::integer[], $4::integer[], $5::timestamptz[]) AS e (run_id, status, wake_seq, wake_after, available_at)
+FROM unnest($1::text[], $2::text[], $3::integer[], $4::integer[], $5::timestamptz[])
+    AS e (run_id, status, wake_seq, wake_after, available_at)
 WHERE r.run_id = e.run_id
 """
 SCHEDULES: Final = """
@@ -113,7 +118,16 @@ def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Opera
             positions = json.dumps(failure.positions) if failure.positions else None
             what = (failure.message, str(failure.kind), failure.detail, positions)
         keep = work.settings.keep if standing.keep is None else standing.keep
-        columns.append((ending.run_id, str(ending.status), ending.output if completed else None, *what, span(keep)))
+        columns.append(
+            (
+                ending.run_id,
+                str(ending.status),
+                ending.output if completed else None,
+                *what,
+                span(keep),
+                ending.failures,
+            )
+        )
         standing.status, standing.wake_after, standing.available_at = str(ending.status), 0, None
     yield from count(LAND, *map(list, zip(*columns, strict=True)))
 

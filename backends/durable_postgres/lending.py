@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg.rows import tuple_row
 
 from durable.errors import Misuse
 
@@ -128,7 +129,7 @@ class Blocking(Connection[Row]):
 
     def __init__(self, owner: Lendable) -> None:
         handlers = owner.pgconn.notice_handler, owner.pgconn.notify_handler
-        super().__init__(owner.pgconn, row_factory=owner.row_factory)
+        super().__init__(owner.pgconn, row_factory=tuple_row)
         owner.pgconn.notice_handler, owner.pgconn.notify_handler = handlers
         self._autocommit = True
         self.prepare_threshold = None  # the names of prepared statements are counted by the owner

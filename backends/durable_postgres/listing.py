@@ -19,7 +19,9 @@ from .rows import IN_SCOPE, RUN_COLUMNS, of_scope, run_record
 PAGE_LIMIT: Final = 1_000
 
 BY_ID: Final = f"SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE {IN_SCOPE} AND r.run_id = ANY ($3::text[])"
-CHILDREN: Final = f"SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE {IN_SCOPE} AND r.parent_run_id = $3 ORDER BY r.submitted"
+CHILDREN: Final = (
+    f"SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE {IN_SCOPE} AND r.parent_run_id = $3 ORDER BY r.submitted"
+)
 PULSE: Final = f"""
 SELECT r.run_id, r.status, r.attempts, r.wake_seq, r.updated_at, r.progress FROM durable_run AS r
 WHERE {IN_SCOPE} AND r.run_id = ANY ($3::text[])
@@ -36,7 +38,9 @@ NAMES: Final = "r.name = ANY ({}::text[])"
 QUEUES: Final = "r.queue = ANY ({}::text[])"
 PARENT: Final = "r.parent_run_id = {}"
 SCHEDULE: Final = "r.schedule_id = {}"
-SCHEDULE_OF_ANY_TENANT: Final = "r.schedule_id IS NOT NULL AND substr(r.schedule_id, strpos(r.schedule_id, ':') + 1) = {}"
+SCHEDULE_OF_ANY_TENANT: Final = (
+    "r.schedule_id IS NOT NULL AND substr(r.schedule_id, strpos(r.schedule_id, ':') + 1) = {}"
+)
 SINCE: Final = "r.created_at >= {}::timestamptz"
 UNTIL: Final = "r.created_at < {}::timestamptz"
 TAG: Final = "r.tags ->> {}::text = {}::text"

@@ -88,14 +88,14 @@ def inbox(work: Work, leases: Sequence[Lease]) -> Operation[list[Inbox | None]]:
         children_of.setdefault(row[0], []).append(_child(row))
     answers: list[Inbox | None] = []
     for lease in leases:
-        row = holders.get(lease.run_id)
-        if row is None or row[1] != lease.attempts or row[2] != lease.mark:
+        holder = holders.get(lease.run_id)
+        if holder is None or holder[1] != lease.attempts or holder[2] != lease.mark:
             answers.append(None)
             continue
         answers.append(
             Inbox(
-                wake_seq=row[3],
-                cancel_requested=row[4],
+                wake_seq=holder[3],
+                cancel_requested=holder[4],
                 signals=signals_of.get(lease.run_id, []),
                 children=children_of.get(lease.run_id, []),
             )

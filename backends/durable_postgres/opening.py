@@ -101,19 +101,14 @@ def _switch(own: dict[str, str], name: str) -> bool:
 def _complete(url: str, what: str) -> tuple[str, str]:
     try:
         given = conninfo.conninfo_to_dict(url)
-    except psycopg.ProgrammingError as error:
-        message = "it has a part that libpq does not know or can not read"
+    except psycopg.ProgrammingError:  # its message repeats the URL, password included
         raise ConfigurationError(
-            f"{what} is not one that libpq reads: {message}", hint="postgresql://user:password@host:5432/database"
-        ) from _without_secrets(error)
+            f"{what} has a part that libpq does not know or can not read",
+            hint="postgresql://user:password@host:5432/database",
+        ) from None
     defaults = {name: value for name, value in DEFAULTS.items() if name not in given}
     place = f"{given.get('host', 'the local socket')}:{given.get('port', 5432)}/{given.get('dbname', '')}"
     return conninfo.make_conninfo(url, **defaults), place
-
-
-def _without_secrets(error: BaseException) -> None:
-    """libpq repeats the URL, password included, in its message."""
-    del error
 
 
 __all__ = ["Address", "read"]

@@ -27,7 +27,7 @@ class Answer(NamedTuple):
     """What the server said: rows, and how many were touched."""
 
     rows: list[Row]
-    count: int
+    touched: int
 
 
 Operation: TypeAlias = Generator[Sequence[Ask], list[Answer], T]
@@ -77,7 +77,7 @@ def first(text: str, *parameters: Any) -> Operation[Row | None]:
 def count(text: str, *parameters: Any) -> Operation[int]:
     """One statement; how many rows it touched."""
     (answer,) = yield (Ask(text, parameters),)
-    return answer.count
+    return answer.touched
 
 
 def together(*asks: Ask) -> Operation[list[list[Row]]]:

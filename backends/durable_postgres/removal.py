@@ -48,7 +48,9 @@ def take_out(
     failed = set(positions)
     gone = _doomed(found, failed)
     if not keep_children:
-        ends = [(step_id.removesuffix(":end"), position) for step_id, kind, position, _ in found if kind == RecordKind.CHILD]
+        ends = [
+            (step_id.removesuffix(":end"), position) for step_id, kind, position, _ in found if kind == RecordKind.CHILD
+        ]
         starts = {step_id for step_id, kind, _, _ in found if kind == RecordKind.START and step_id in gone}
         candidates = starts | {start for start, _ in ends}
         children = (yield from _children(run_id, candidates)) if candidates else {}

@@ -20,8 +20,12 @@ OPERATOR: Final = "operator-retry"
 """Stands where the claim mark stood until the next claim: by it a repeated retry knows itself. No claim has this mark."""
 
 RUN: Final = f"SELECT {RUN_COLUMNS}, r.error_positions FROM durable_run AS r WHERE r.run_id = $1"
-RECORDED_ENDS: Final = "SELECT s.position FROM durable_step AS s WHERE s.run_id = $1 AND s.kind = $2 AND s.position IS NOT NULL"
-UNDONE: Final = "SELECT 1 FROM durable_step AS s WHERE s.run_id = $1 AND s.step_id >= 'undo/' AND s.step_id < 'undo0' LIMIT 1"
+RECORDED_ENDS: Final = (
+    "SELECT s.position FROM durable_step AS s WHERE s.run_id = $1 AND s.kind = $2 AND s.position IS NOT NULL"
+)
+UNDONE: Final = (
+    "SELECT 1 FROM durable_step AS s WHERE s.run_id = $1 AND s.step_id >= 'undo/' AND s.step_id < 'undo0' LIMIT 1"
+)
 # What a cancel or an error left is cleared; a pivot whose record stays keeps its stamp. A run that was never claimed loses its
 # coalesce key: it is pending with attempts = 0 again, and such a run admits nobody (36).
 REVIVE: Final = """
@@ -45,7 +49,9 @@ UPSTREAM: Final = """
 SELECT d.depends_on, r.status FROM durable_dependency AS d LEFT JOIN durable_run AS r ON r.run_id = d.depends_on
 WHERE d.run_id = $1
 """
-NODES: Final = "SELECT r.run_id, r.parent_step_id, r.sequence_key FROM durable_run AS r WHERE r.run_id = ANY ($1::text[])"
+NODES: Final = (
+    "SELECT r.run_id, r.parent_step_id, r.sequence_key FROM durable_run AS r WHERE r.run_id = ANY ($1::text[])"
+)
 NODE_ENDS: Final = """
 SELECT s.position FROM durable_step AS s WHERE s.run_id = $1 AND s.kind = 'child' AND s.step_id = ANY ($2::text[])
 """
@@ -81,7 +87,9 @@ def _read(run_id: str) -> Operation[tuple[RunRecord | None, set[int]]]:
 
 def _refuse(run: RunRecord) -> Operation[None]:
     if run.status not in TERMINAL:
-        raise Conflict(f"run {run.run_id} has not ended: it is {run.status}", hint="wait for its end, or cancel it first")
+        raise Conflict(
+            f"run {run.run_id} has not ended: it is {run.status}", hint="wait for its end, or cancel it first"
+        )
     if run.status is Status.COMPLETED:
         raise Conflict(f"run {run.run_id} completed", hint="fork it to do it again from some step")
     if (yield from first(UNDONE, run.run_id)) is not None:
@@ -142,7 +150,9 @@ def _nodes_behind(run_id: str) -> Operation[dict[str, int]]:
         yield from locks.alone(node for (node,) in behind)
         for (node,) in behind:
             edges = yield from rows(UPSTREAM, node)
-            dead = [on for on, status in edges if on not in returned and status in TERMINAL and status != Status.COMPLETED]
+            dead = [
+                on for on, status in edges if on not in returned and status in TERMINAL and status != Status.COMPLETED
+            ]
             if node not in back and not dead:
                 back[node] = sum(status != Status.COMPLETED for _, status in edges)
                 returned.add(node)

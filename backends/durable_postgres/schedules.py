@@ -50,7 +50,9 @@ UPDATE durable_schedule AS s SET enabled = true, next_fire_at = coalesce($2::tim
 WHERE s.schedule_id = $1
 """
 PARK: Final = "UPDATE durable_schedule AS s SET parked_reason = $2, updated_at = now() WHERE s.schedule_id = $1"
-_STANDS: Final = "WHERE s.schedule_id = $1 AND s.enabled AND s.parked_reason IS NULL AND s.next_fire_at = $3::timestamptz"
+_STANDS: Final = (
+    "WHERE s.schedule_id = $1 AND s.enabled AND s.parked_reason IS NULL AND s.next_fire_at = $3::timestamptz"
+)
 PARK_IF: Final = f"UPDATE durable_schedule AS s SET parked_reason = $2, updated_at = now() {_STANDS}"
 # The compare and the advance in one statement: whoever finds another instant here has lost the race.
 ADVANCE: Final = f"UPDATE durable_schedule AS s SET next_fire_at = $2::timestamptz, updated_at = now() {_STANDS}"
@@ -68,9 +70,20 @@ LAST_RUN: Final = "UPDATE durable_schedule AS s SET last_run_id = $2 WHERE s.sch
 def put(work: Work, spec: ScheduleSpec, scope: Scope) -> Operation[Schedule]:
     """Register or change. Raises Conflict for the unbound scope: a schedule belongs to one tenant, or is untagged."""
     if scope is ALL:
-        raise Conflict(f"schedule {spec.schedule_id!r}: all tenants can not own one schedule", hint="bind the client to a tenant")
+        raise Conflict(
+            f"schedule {spec.schedule_id!r}: all tenants can not own one schedule", hint="bind the client to a tenant"
+        )
     key = stored_key(scope, spec.schedule_id)
-    how = (spec.name, spec.cron, spec.tz, spec.queue, spec.overlap, spec.catch_up, span(spec.jitter), at(spec.next_fire_at))
+    how = (
+        spec.name,
+        spec.cron,
+        spec.tz,
+        spec.queue,
+        spec.overlap,
+        spec.catch_up,
+        span(spec.jitter),
+        at(spec.next_fire_at),
+    )
     asked = Ask(PUT, (key, *how, spec.from_code, scope, spec.input))
     _, found = yield from together(asked, Ask(BY_KEY, ([key],)))
     return _schedule(found[0])
@@ -103,9 +116,7 @@ def schedules(work: Work, scope: Scope, schedule_ids: Sequence[str]) -> Operatio
         return [_schedule(row) for row in (yield from rows(ALL_OF_SCOPE, *of_scope(scope)))]
     keys = yield from _keys(schedule_ids, scope)
     found = {row[0]: row for row in (yield from rows(BY_KEY, keys))}
-    return [
-        _schedule(found[key]) for one in schedule_ids for key in keys if given_key(key) == one and key in found
-    ]
+    return [_schedule(found[key]) for one in schedule_ids for key in keys if given_key(key) == one and key in found]
 
 
 def due(work: Work, scope: Scope, limit: int) -> Operation[tuple[Instant, list[Schedule]]]:
@@ -128,9 +139,7 @@ def fire(work: Work, firing: Firing) -> Operation[list[Submitted] | None]:
         return []
     answers = yield from enqueue.enqueue(work, list(open_slots.values()))
     ids = [answer.run.run_id for answer in answers]
-    yield from together(
-        Ask(SLOTS, (key, [At(slot) for slot in open_slots], ids)), Ask(LAST_RUN, (key, ids[-1]))
-    )
+    yield from together(Ask(SLOTS, (key, [At(slot) for slot in open_slots], ids)), Ask(LAST_RUN, (key, ids[-1])))
     return answers
 
 
@@ -144,7 +153,9 @@ def _key(schedule_id: str, scope: Scope) -> Operation[str | None]:
     """The stored key of the one schedule that is meant. Raises Conflict where the unbound scope sees several of that id."""
     keys = yield from _keys([schedule_id], scope)
     if len(keys) > 1:
-        raise Conflict(f"{len(keys)} tenants have a schedule {schedule_id!r}", hint="bind the client to the tenant that is meant")
+        raise Conflict(
+            f"{len(keys)} tenants have a schedule {schedule_id!r}", hint="bind the client to the tenant that is meant"
+        )
     return keys[0] if keys else None
 
 

@@ -164,7 +164,7 @@ async def look(database: Database, con: psycopg.AsyncConnection[Row], wanted: Wa
         there.setdefault(table, set()).add(column)
     applied = None
     if naming.plain("durable_schema_version") in there:
-        applied = {version: checksum for version, checksum in (await database.ask(con, [Ask(APPLIED)]))[0].rows}
+        applied = {row[0]: row[1] for row in (await database.ask(con, [Ask(APPLIED)]))[0].rows}
     missing: list[str] = []
     for table, names in wanted.columns.items():
         found = there.get(naming.plain(table))
@@ -194,15 +194,14 @@ async def status(database: Database) -> SchemaStatus:
 async def migrate(database: Database, todo: Sequence[Migration] | None = None) -> SchemaStatus:
     """Apply what is missing. Started many times at once, one does it and the others find it; interrupted, the next one goes on."""
     todo = migrations() if todo is None else todo
-    async with database.direct() as guard, database.direct() as con:
-        async with _alone(database, guard):
-            await _make_schema(database, con)
-            found = await look(database, con, wanted_of(todo))
-            for migration in pending(found.applied or {}, todo):
-                await database.ask(guard, [Ask("SELECT 1")])  # who lost the lock stops here
-                await _apply(database, con, migration)
-            await _rebuild(database, con, wanted_of(todo))
-            return (await look(database, con, wanted_of(todo))).status
+    async with database.direct() as guard, database.direct() as con, _alone(database, guard):
+        await _make_schema(database, con)
+        found = await look(database, con, wanted_of(todo))
+        for migration in pending(found.applied or {}, todo):
+            await database.ask(guard, [Ask("SELECT 1")])  # who lost the lock stops here
+            await _apply(database, con, migration)
+        await _rebuild(database, con, wanted_of(todo))
+        return (await look(database, con, wanted_of(todo))).status
 
 
 @asynccontextmanager
@@ -261,13 +260,15 @@ async def _rebuild(database: Database, con: psycopg.AsyncConnection[Row], wanted
 
 async def _build(database: Database, con: psycopg.AsyncConnection[Row], name: str, statement: str) -> None:
     (answer,) = await database.ask(con, [Ask(INDEXES, (database.naming.schema,))])
-    there = dict(answer.rows).get(database.naming.plain(name))
+    there = {row[0]: row[1] for row in answer.rows}.get(database.naming.plain(name))
     if there is True:
         return
     if there is False:
         there_name = sql.Identifier(database.naming.schema, database.naming.plain(name))
         await con.execute(sql.SQL("DROP INDEX CONCURRENTLY {}").format(there_name))
-    await database.ask(con, [Ask(re.sub(r"INDEX (?:CONCURRENTLY )?(?:IF NOT EXISTS )?", "INDEX CONCURRENTLY ", statement, count=1))])
+    await database.ask(
+        con, [Ask(re.sub(r"INDEX (?:CONCURRENTLY )?(?:IF NOT EXISTS )?", "INDEX CONCURRENTLY ", statement, count=1))]
+    )
 
 
 # -- the whole as text --------------------------------------------------------------------------------------------------------
@@ -297,4 +298,15 @@ def _laid_out(statement: str) -> str:
     return f"CREATE TABLE {match[1]} (\n    " + ",\n    ".join(_parts(match[2])) + f"\n){match[3] or ''}"
 
 
-__all__ = ["VIEWS", "Found", "Wanted", "look", "migrate", "migrations", "published", "status", "transactional", "wanted_of"]
+__all__ = [
+    "VIEWS",
+    "Found",
+    "Wanted",
+    "look",
+    "migrate",
+    "migrations",
+    "published",
+    "status",
+    "transactional",
+    "wanted_of",
+]

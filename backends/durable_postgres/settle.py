@@ -59,7 +59,8 @@ WHERE r.run_id = e.run_id
 # What was asked for and not renewed is compared with the row as it is committed: the fence stands and somebody holds the row, or not.
 RENEW: Final = """
 WITH asked AS MATERIALIZED (
-    SELECT * FROM unnest($1::text[], $2::integer[], $3::text[], $4::jsonb[]) WITH ORDINALITY AS f (run_id, attempts, mark, progress, place)),
+    SELECT * FROM unnest($1::text[], $2::integer[], $3::text[], $4::jsonb[]) WITH ORDINALITY
+        AS f (run_id, attempts, mark, progress, place)),
 held AS MATERIALIZED (
     SELECT r.run_id, f.progress FROM durable_run AS r JOIN asked AS f
         ON f.run_id = r.run_id AND f.attempts = r.attempts AND f.mark = r.lease_owner
@@ -166,7 +167,8 @@ def _recognised(standing: locks.Standing, lease: Lease, outcome: Outcome, left: 
 def _ending(run_id: str, outcome: Completed | Failed | Cancelled | TimedOut | ForwardIncomplete) -> landing.Ending:
     if isinstance(outcome, Completed):
         return landing.Ending(run_id, Status.COMPLETED, output=outcome.output)
-    return landing.Ending(run_id, _TERMINAL[type(outcome)], failure=outcome.failure)
+    failures = int(isinstance(outcome, Failed))
+    return landing.Ending(run_id, _TERMINAL[type(outcome)], failure=outcome.failure, failures=failures)
 
 
 def _to_pending(work: Work, pending: Sequence[tuple[locks.Standing, Retry | HandedBack]]) -> Operation[None]:

@@ -34,9 +34,9 @@ from . import (
     upkeep,
     views,
 )
+from .claim import Taken
 from .connection import Database
 from .contact import Contact
-from .operation import Work
 from .wakeups import Wakeups
 
 _OUTPUTS: Final = (m.Completed,)
@@ -71,24 +71,19 @@ class Store:
         journals = await self._read(lambda work: claim.histories(work, replayed)) if replayed else {}
         return claim.claimed(taken, journals)
 
-    async def _claim(self, request: m.ClaimRequest) -> claim.Taken:
+    async def _claim(self, request: m.ClaimRequest) -> Taken:
         if request.limit < 1:
-            return claim.Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
-        if request.alone:
-            return await self._write(lambda work: claim.thorough(work, request, dict(request.queues)))
-        runs: list[m.RunRecord] = []
-        for queue, most in request.queues.items():
-            room = min(most, request.limit - len(runs))
-            if room < 1:
-                continue
+            return Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
+        if not request.alone:
             # Should the server lose this commit in a crash, the runs are pending again, and nobody ever has the same fence.
-            found = await self._write(lambda work, q=queue, r=room: claim.quick(work, request, q, r), durable=False)  # type: ignore[misc]
-            if found.again and not runs:
-                return claim.Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
-            if found.disputed and not runs and not found.runs:
-                return await self._write(lambda work: claim.thorough(work, request, dict(request.queues)))
-            runs += found.runs
-        return claim.Taken(runs)
+            found = await self._write(lambda work: claim.quick(work, request), durable=False)
+            if found.again:
+                return Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
+            if found.runs and found.ending:
+                await self._write(lambda work: claim.land_what_ends(work, request))
+            if found.runs or not (found.ruled or found.ending):
+                return found
+        return await self._write(lambda work: claim.thorough(work, request))
 
     async def renew(self, renewals: Sequence[m.Renewal], *, lease: Micros) -> Sequence[m.Renewed]:
         """See `settle.renew`."""

@@ -12,7 +12,18 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from durable.errors import NotFound
-from durable.model import ALL, TERMINAL, Explanation, Instant, QueueRecord, QueueStats, RunRecord, Scope, Status, WorkerRecord
+from durable.model import (
+    ALL,
+    TERMINAL,
+    Explanation,
+    Instant,
+    QueueRecord,
+    QueueStats,
+    RunRecord,
+    Scope,
+    Status,
+    WorkerRecord,
+)
 from durable.settings import Micros
 from durable.storekit import stored_key, within
 
@@ -144,7 +155,9 @@ def _waiting(run: RunRecord) -> Operation[_Reason]:
     parts = [f"It waits for {_plainly(run.waiting_for)}"]
     if run.wake_after:
         parts.append(f"{run.wake_after} more end(s) of child runs wake it")
-    parts.append("nothing wakes it by time" if run.available_at is None else f"at the latest at {_when(run.available_at)}")
+    parts.append(
+        "nothing wakes it by time" if run.available_at is None else f"at the latest at {_when(run.available_at)}"
+    )
     return "waiting", ", ".join(parts) + "."
 
 
@@ -157,7 +170,9 @@ def _pending(work: Work, run: RunRecord) -> Operation[list[_Reason]]:
     if worker is not None:
         reasons.append(worker)
     elif not held:
-        text = f"It is ready in queue {run.queue!r}: a worker that knows it is live and takes it with its next free slot."
+        text = (
+            f"It is ready in queue {run.queue!r}: a worker that knows it is live and takes it with its next free slot."
+        )
         reasons.append(("ready", text))
     return reasons
 
@@ -166,7 +181,10 @@ def _blocked(run: RunRecord, rules: Sequence[QueueRecord]) -> Operation[_Reason 
     if run.blocked_on is None:
         return None
     if run.blocked_on == flow.ALONE:
-        return "alone", f"Its lease lapsed {run.reclaims} times in a row: a worker takes it only while it holds nothing else."
+        return (
+            "alone",
+            f"Its lease lapsed {run.reclaims} times in a row: a worker takes it only while it holds nothing else.",
+        )
     if run.blocked_on == flow.SEQUENCE:
         front = yield from first(IN_FRONT, stored_key(run.tenant, run.sequence_key or ""), run.submitted)
         whom = "nobody any more (the next mend releases it)" if front is None else f"run {front[0]} ({front[1]})"
@@ -178,7 +196,10 @@ def _blocked(run: RunRecord, rules: Sequence[QueueRecord]) -> Operation[_Reason 
         return "paused", f"{run.blocked_on} is paused."
     holders = [run_id for (run_id,) in (yield from rows(HOLDERS, run.blocked_on))]
     if rule.max_concurrency is not None and holders:
-        return "limit", f"{run.blocked_on} lets {rule.max_concurrency} run at once; in flight: {', '.join(holders[:5])}."
+        return (
+            "limit",
+            f"{run.blocked_on} lets {rule.max_concurrency} run at once; in flight: {', '.join(holders[:5])}.",
+        )
     return "limit", f"It waits for room in {run.blocked_on} (at most {_rate(rule)})."
 
 

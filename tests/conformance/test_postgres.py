@@ -70,7 +70,11 @@ class PostgresHarness:
             PostgresHarness.tables = tuple(self.connection.execute(INSTANTS, ([ALONE, SHARED],)).fetchall())  # type: ignore[arg-type]
             PostgresHarness.migrated = True
         tables = [sql.Identifier(schema, table) for schema, table, _ in self.tables]
-        tables += [sql.Identifier(schema, table) for schema in (ALONE, SHARED) for table in ("durable_key", "durable_dependency")]
+        tables += [
+            sql.Identifier(schema, table)
+            for schema in (ALONE, SHARED)
+            for table in ("durable_key", "durable_dependency")
+        ]
         self._execute([sql.SQL("DELETE FROM {}").format(table) for table in (*tables, sql.Identifier("caller_row"))])
 
     async def open(self, *, shared: bool = False) -> Store:
@@ -89,7 +93,9 @@ class PostgresHarness:
             [
                 sql.SQL("UPDATE {} SET {}").format(
                     sql.Identifier(schema, table),
-                    sql.SQL(", ").join(sql.SQL("{0} = {0} - {1}").format(sql.Identifier(column), back) for column in columns),
+                    sql.SQL(", ").join(
+                        sql.SQL("{0} = {0} - {1}").format(sql.Identifier(column), back) for column in columns
+                    ),
                 )
                 for schema, table, columns in self.tables
             ]

@@ -109,8 +109,21 @@ class Process:
     def initialize(self) -> None:
         """Make the cluster. UTF-8, and an order of text that is not that of its bytes, as most installations have."""
         data = self.folder / "data"
-        command = [str(self.programs / "initdb"), "-D", str(data), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync"]
-        answer = subprocess.run([*command, "--locale=C.UTF-8"], capture_output=True, text=True, env=self._environment(), **self._as)
+        command = [
+            str(self.programs / "initdb"),
+            "-D",
+            str(data),
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--no-sync",
+        ]
+        answer = subprocess.run(
+            [*command, "--locale=C.UTF-8"], capture_output=True, text=True, env=self._environment(), **self._as
+        )
         if answer.returncode != 0:
             raise RuntimeError(f"initdb failed: {answer.stderr}")
         lines = [f"{name} = '{value}'" for name, value in SETTINGS.items()]

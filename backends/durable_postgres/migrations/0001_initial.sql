@@ -86,7 +86,9 @@ CREATE INDEX durable_run_ready ON durable_run (queue, (name || '/' || coalesce(v
 CREATE INDEX durable_run_ready_tenant ON durable_run (tenant_id, queue, (name || '/' || coalesce(version, '') || '@' || coalesce(replay_family, '')), priority DESC, submitted)
     WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL AND tenant_id IS NOT NULL;
 CREATE INDEX durable_run_blocked ON durable_run (blocked_on, priority DESC, submitted) WHERE status = 'pending' AND blocked_on IS NOT NULL;
-CREATE INDEX durable_run_due ON durable_run (available_at) WHERE status IN ('pending', 'suspended') AND available_at IS NOT NULL;
+-- Without the unreleased nodes of graphs: a delay of theirs that has passed would stand in front until they are released.
+CREATE INDEX durable_run_due ON durable_run (available_at)
+    WHERE status IN ('pending', 'suspended') AND available_at IS NOT NULL AND (status = 'pending' OR attempts > 0);
 CREATE INDEX durable_run_leases ON durable_run (leased_until) WHERE status = 'running';
 CREATE INDEX durable_run_claims ON durable_run (lease_owner) WHERE status = 'running';
 CREATE INDEX durable_run_purge ON durable_run (purge_at) WHERE purge_at IS NOT NULL;

@@ -59,10 +59,13 @@ async def test_a_running_run_gets_the_ask_and_goes_on_until_its_holder_hears(sce
 async def test_the_first_stamp_wins(scene: Scene) -> None:
     held = await scene.take()
     assert await scene.cancel(held.run.run_id)
-    first = (await scene.get(held.run.run_id)).cancel_requested_at
+    run = await scene.get(held.run.run_id)
+    assert run.cancel_requested_at is not None
+    first = run.cancel_requested_at - run.created_at
     await scene.later(SECOND)
     assert await scene.cancel(held.run.run_id)
-    assert (await scene.get(held.run.run_id)).cancel_requested_at == first
+    run = await scene.get(held.run.run_id)
+    assert run.cancel_requested_at == run.created_at + first
 
 
 @rule(43)

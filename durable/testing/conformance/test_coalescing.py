@@ -74,6 +74,7 @@ async def test_the_last_submit_is_always_seen_by_a_run_that_starts_after_it(scen
     for _ in range(20):
         first = await submitter.start(coalesce_key="c")
         answer, claimed = await asyncio.gather(submitter.submit(coalesce_key="c", priority=7), worker.claim(1))
+        claimed = claimed or await worker.claim(1)  # a contended claim may return less than there is (8)
         assert [one.run.run_id for one in claimed] == [first.run_id]
         if answer.disposition == "coalesced":
             assert claimed[0].run.priority == 7, "the claim took the run before the submit that it is said to cover"
@@ -154,15 +155,15 @@ async def test_replace_without_max_delay_never_postpones(scene: Scene) -> None:
 @rule(37)
 async def test_replace_with_max_delay_may_postpone_up_to_that_long_after_the_first_submit(scene: Scene) -> None:
     first = await scene.start(coalesce_key="c", delay=2 * SECOND, on_coalesce="replace", max_delay=5 * SECOND)
-    starts = [first.available_at]
+    runs = [first]
     for turn in range(4):
         await scene.later(SECOND)
         answer = await scene.submit(
             coalesce_key="c", delay=2 * SECOND, input=str(turn), on_coalesce="replace", max_delay=5 * SECOND
         )
         assert (answer.disposition, answer.run.run_id) == ("coalesced", first.run_id)
-        starts.append(answer.run.available_at)
-    offsets = [None if start is None else round((start - first.created_at) / SECOND) for start in starts]
+        runs.append(answer.run)
+    offsets = [run.available_at and round((run.available_at - run.created_at) / SECOND) for run in runs]
     assert offsets == [2, 3, 4, 5, 5]
     await scene.later(2 * SECOND)
     await scene.promote()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from durable.codec.plain import write
 from durable.model import ALL, Completed, Failed, HandedBack, RecordKind, Suspended
 from durable.settings import HOUR
 
@@ -66,7 +67,7 @@ def exact(value: Any) -> Any:
 @rule(70, 71)
 @every_value
 async def test_an_input_comes_back_as_it_went_in(scene: Scene, value: Any) -> None:
-    held = await scene.take(input=json.dumps(value))
+    held = await scene.take(input=write(value))
     assert same(held.run.input, value)
     assert same((await scene.get(held.run.run_id)).input, value)
 
@@ -75,13 +76,13 @@ async def test_an_input_comes_back_as_it_went_in(scene: Scene, value: Any) -> No
 @every_value
 async def test_an_output_and_a_record_come_back_as_they_went_in(scene: Scene, value: Any) -> None:
     held = await scene.take()
-    answer = await scene.append(held, "a", result=json.dumps({"value": value}), progress=json.dumps(value))
+    answer = await scene.append(held, "a", result=write({"value": value}), progress=write(value))
     assert answer.record is not None
     assert same(answer.record.result, {"value": value})
     (record,) = await scene.history(held.run.run_id)
     assert same(record.result, {"value": value})
     assert same((await scene.get(held.run.run_id)).progress, value)
-    await scene.settle(held, Completed(output=json.dumps(value)))
+    await scene.settle(held, Completed(output=write(value)))
     assert same((await scene.get(held.run.run_id)).output, value)
 
 
@@ -89,7 +90,7 @@ async def test_an_output_and_a_record_come_back_as_they_went_in(scene: Scene, va
 @every_value
 async def test_a_signal_comes_back_as_it_went_in(scene: Scene, value: Any) -> None:
     held = await scene.take()
-    await scene.send(held.run.run_id, payload=json.dumps(value))
+    await scene.send(held.run.run_id, payload=write(value))
     (signal,) = (await scene.inbox(held)).signals
     assert same(signal.payload, value)
 
