@@ -11,7 +11,7 @@ from typing import Final
 
 from durable.model import Finding, Scope
 
-from .operation import Operation, Work, rows
+from .operation import Ask, Operation, Work, together
 from .rows import of_scope
 
 MOST: Final = 100
@@ -279,12 +279,16 @@ WHERE substr(r.schedule_id, 1, strpos(r.schedule_id, ':')) <> coalesce(r.tenant_
 
 def audit(work: Work, scope: Scope) -> Operation[list[Finding]]:
     """Every finding, at most a hundred of each invariant."""
-    findings: list[Finding] = []
-    for invariant in INVARIANTS:
-        for run_id, detail in (yield from rows(f"{invariant.sql} LIMIT {MOST}", *of_scope(scope))):
-            text = invariant.text if detail is None else f"{invariant.text}: {detail}"
-            findings.append(Finding(invariant=invariant.name, run_id=run_id, text=text))
-    return findings
+    found = yield from together(*(Ask(f"{invariant.sql} LIMIT {MOST}", of_scope(scope)) for invariant in INVARIANTS))
+    return [
+        Finding(
+            invariant=invariant.name,
+            run_id=run_id,
+            text=invariant.text if detail is None else f"{invariant.text}: {detail}",
+        )
+        for invariant, answers in zip(INVARIANTS, found, strict=True)
+        for run_id, detail in answers
+    ]
 
 
 __all__ = ["INVARIANTS", "audit"]
