@@ -80,18 +80,18 @@ def _claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list
         return _with_history(con, held, [run.run_id for run in held])  # it may have written since
     if request.limit < 1:
         return []
-    routes = _routes(request)
+    routes, before = _routes(request), con.total_changes
     if request.alone:
         rows = _alone(con, now, request, routes)
         if rows:
-            return _claimed(con, _take(con, now, request, rows))
+            return _claimed(con, _take(con, now, request, rows, before))
     taken: list[tuple[Any, ...]] = []
     closed = _paused(con, request)
     for queue, most in request.queues.items():
         room = min(most, request.limit - len(taken))
         if room > 0 and queue not in closed:
             taken += _from_queue(con, now, request, queue, routes, room)
-    return _claimed(con, _take(con, now, request, taken))
+    return _claimed(con, _take(con, now, request, taken, before))
 
 
 def _routes(request: ClaimRequest) -> str:
@@ -186,10 +186,14 @@ def _ending(now: Instant, row: tuple[Any, ...]) -> landing.Ending | None:
 
 
 def _take(
-    con: sqlite3.Connection, now: Instant, request: ClaimRequest, rows: Sequence[tuple[Any, ...]]
+    con: sqlite3.Connection, now: Instant, request: ClaimRequest, rows: Sequence[tuple[Any, ...]], before: int
 ) -> list[RunRecord]:
+    # What this claim landed may have changed what it has chosen: a child that ended here counts in its parent's wakes.
+    moved = con.total_changes != before
     until = now + request.lease
     con.executemany(TAKE, [(until, request.mark, now, request.family, now, row[14]) for row in rows])
+    if moved:
+        return [run_record(row) for row in con.execute(HELD, (request.mark,))]
     runs: list[RunRecord] = []
     for row in rows:  # the row as the statement left it; reading it back would cost as much again
         values = list(row[:-1])  # without the reason of a cancel

@@ -176,9 +176,7 @@ class Campaign:
         for line in lines:
             if line.what == BODY:
                 bodies[line.run_id].append(line.pid)
-        begun_anew = {
-            pid for pids in bodies.values() for pid, later in itertools.pairwise(pids) if pid != later
-        }
+        begun_anew = {pid for pids in bodies.values() for pid, later in itertools.pairwise(pids) if pid != later}
         return sum(pid in begun_anew for pid in self.killed)
 
 

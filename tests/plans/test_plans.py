@@ -99,7 +99,7 @@ def claim_finds_nothing(eye: Eye) -> int:
 
 
 def append(eye: Eye) -> int:
-    given = {"kind": m.RecordKind.STEP, "position": 0, "seen": -1, "digest": "d", "result": '{"v":1}'}
+    given: dict[str, Any] = {"kind": m.RecordKind.STEP, "position": 0, "seen": -1, "digest": "d", "result": '{"v":1}'}
     return len(eye.do(eye.store.append([(lease, m.NewRecord(step_id="a", **given)) for lease in eye.leases[:TAKEN]])))
 
 
@@ -248,12 +248,12 @@ def find_first_page(eye: Eye) -> int:
 
 
 def find_later_page(eye: Eye) -> int:
-    cursor = None
+    cursor, runs = None, 0
     for _ in range(10):
         with eye.scope.looking():
             page = eye.do(eye.store.find(m.RunQuery(limit=50, cursor=cursor), scope=m.ALL))
-        cursor = page.cursor
-    return len(page.runs)
+        cursor, runs = page.cursor, len(page.runs)
+    return runs
 
 
 def find_of_a_tenant(eye: Eye) -> int:

@@ -226,7 +226,8 @@ class Stage:
         return found
 
     def find(self, run_id: str) -> m.RunRecord | None:
-        return self.do(self.store.get([run_id], scope=self.tenant))[0]
+        found: m.RunRecord | None = self.do(self.store.get([run_id], scope=self.tenant))[0]
+        return found
 
     def all(self) -> list[m.RunRecord]:
         return list(self.do(self.store.find(m.RunQuery(limit=1000), scope=self.tenant)).runs)
@@ -235,7 +236,7 @@ class Stage:
         return list(self.do(self.store.history(run_id, scope=self.tenant)))
 
     def inbox(self, lease: m.Lease) -> m.Inbox:
-        box = self.do(self.store.inbox([lease]))[0]
+        box: m.Inbox | None = self.do(self.store.inbox([lease]))[0]
         assert box is not None
         return box
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from races.arena import BROKEN, DONE, SECOND, Arena, Call, Check, Pair, Stage, asleep, call, record
 
@@ -344,7 +346,7 @@ def firing(stage: Stage) -> m.Firing:
     )
     stage.do(stage.store.put_schedule(spec, scope=stage.tenant))
     run = stage.new(schedule_id="s", scheduled_for=instant)
-    link = {"schedule_id": "s", "tenant": stage.tenant, "expected": instant}
+    link: dict[str, Any] = {"schedule_id": "s", "tenant": stage.tenant, "expected": instant}
     return m.Firing(**link, next_fire_at=instant + SECOND, runs=(run,))
 
 

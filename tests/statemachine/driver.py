@@ -7,7 +7,7 @@ stands here. It never changes a run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import SimpleNamespace as Row
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ class Driver:
         self.store: Store = now(backend.open("sqlite://:memory:", settings=self.settings, clock=lambda: self.time))
         self.oracle = Oracle(lambda: self.time, self.settings.keep)
         self.gone: set[str] = set()
-        self.compared: dict[str, object] = {}
+        self.compared: Mapping[str, object] = {}
 
     def close(self) -> None:
         now(self.store.close())

@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from statemachine.driver import Driver, limit_of, now
-from statemachine.oracle import by_position
+from statemachine.oracle import FIELDS, by_position
 
 from durable import model as m
 from durable.errors import Conflict
@@ -260,7 +260,8 @@ class Machine(RuleBasedStateMachine):
             row = self.oracle.runs[one.run.run_id]
             fence = m.Lease(run_id=row.run_id, tenant=row.tenant, attempts=row.attempts, mark=request.mark)
             assert one.lease == fence, "the lease is the fence that the row now has"
-            assert one.run == shown[row.run_id], "a claim hands out the run as it now stands"
+            differs = [name for name in FIELDS if getattr(one.run, name) != getattr(shown[row.run_id], name)]
+            assert not differs, f"a claim hands out {row.run_id} as it now stands: {differs}"
             assert list(one.history) == by_position(self.oracle.journals[row.run_id]), "and its journal"
         given = [one.lease for one in taken]
         self.leases += [lease for lease in given if lease not in self.leases]
@@ -341,7 +342,7 @@ class Machine(RuleBasedStateMachine):
                 door = "wake" if new == "pending" else "upstream"
                 assert door in m.TRANSITIONS[old, new], f"{run_id} from {old} to {new}"
                 REACHED.add((old, new, door))
-        given = list(now(self.store.settle(entries)))
+        given: list[str] = [*now(self.store.settle(entries))]
         assert given == wanted
         self.outcomes += entries
         return given
@@ -373,9 +374,13 @@ class Machine(RuleBasedStateMachine):
         if how in ("handed_back", "mismatch"):
             mismatch = m.Failure(message=how, kind=m.ErrorKind.NON_DETERMINISM)
             return m.HandedBack(after=[0, 6 * SECOND][detail % 2], failure=mismatch if how == "mismatch" else None)
-        classes = {"failed": m.Failed, "cancelled": m.Cancelled, "timed_out": m.TimedOut}
-        classes["forward_incomplete"] = m.ForwardIncomplete  # type: ignore[assignment]
-        return classes[how](failure=failure) if how in classes else m.Completed(output=json.dumps(how))
+        ends: dict[str, m.Outcome] = {
+            "failed": m.Failed(failure=failure),
+            "cancelled": m.Cancelled(failure=failure),
+            "timed_out": m.TimedOut(failure=failure),
+            "forward_incomplete": m.ForwardIncomplete(failure=failure),
+        }
+        return ends.get(how, m.Completed(output=json.dumps(how)))
 
     @precondition(lambda self: self.leases)
     @rule(pick=PICK, progress=st.sampled_from([None, '"half"']))
@@ -400,5 +405,5 @@ class Machine(RuleBasedStateMachine):
                 ends = {end.run_id: end for end in box.children}
                 assert sorted(ends) == sorted(end.run_id for end in other.children)
                 for end in other.children:  # the text of an end that the store itself makes is its own
-                    texts = {} if end.error else {"error": ends[end.run_id].error}
+                    texts: dict[str, Any] = {} if end.error else {"error": ends[end.run_id].error}
                     assert ends[end.run_id] == dataclasses.replace(end, **texts)

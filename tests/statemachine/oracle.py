@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace as Row
+from typing import Any
 
 from durable import model as m
 from durable.errors import Conflict, NotFound
@@ -30,7 +31,7 @@ class RunOracle:
         self.signals: dict[str, list[Row]] = {}
         self.keys: dict[tuple[object, str], str] = {}
         self.edges: list[tuple[str, str]] = []  # (the node, what it depends on)
-        self.schedules: dict[tuple[object, str], Row] = {}
+        self.schedules: dict[tuple[Any, str], Row] = {}
         self.slots: set[tuple[object, str, int]] = set()
         self.queues: dict[tuple[object, str], m.QueueRecord] = {}
         self.serial = 0

@@ -55,7 +55,7 @@ class Oracle(RunOracle):
         if graph is None or graph.status in ("completed", "running"):
             return
         ends = {f"{node.parent_step_id}:end" for node in back}
-        forgotten = {record.position for record in self.journals[graph.run_id] if record.step_id in ends}
+        forgotten: set[Any] = {record.position for record in self.journals[graph.run_id] if record.step_id in ends}
         self.take_out(graph, forgotten, keep_children=True)
         if graph.status in m.TERMINAL:
             self.revive(graph, 0)
@@ -87,7 +87,7 @@ class Oracle(RunOracle):
         kept = [r for r in journal if r.position is not None and cut is not None and r.position < cut]
         names = {r.step_id for r in kept}
         childless = [r for r in kept if r.kind == "start" and f"{r.step_id}:end" not in names]
-        first = min((r.position for r in childless), default=cut)
+        first: Any = min((r.position for r in childless if r.position is not None), default=cut)
         kept = [dataclasses.replace(r, fence=1) for r in kept if r not in childless and r.seen < first]
         self.serial += 1
         copied = "name tenant input queue priority max_attempts options version fingerprint seed keep sequence_key concurrency_key"

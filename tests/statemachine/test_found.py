@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_a_child_and_its_parent_that_land_in_one_batch_wake_nobody(machine: Whol
     child = next(lease for lease in machine.live() if machine.oracle.runs[lease.run_id].parent_run_id == parent.run_id)
     machine.settle_by([(child, m.Completed(output="1")), (parent, m.Completed(output="2"))])
     assert machine.driver.rows()[parent.run_id].wake_seq == 0
+
+
+def test_a_claim_that_ends_a_child_hands_out_its_parent_with_that_wake(machine: WholeMachine) -> None:
+    machine.submit([machine.new(name="f", priority=2)])
+    (parent,) = machine.claim_by(machine.request())
+    start = machine.record(parent, "start", 40)
+    late = dataclasses.replace(start.children[0], deadline_after=2 * SECOND)
+    machine.append_by([(parent, dataclasses.replace(start, children=(late,)))])
+    machine.settle_by([(parent, m.HandedBack())])
+    machine.driver.time += 6 * SECOND
+    machine.claim_by(machine.request())
+    assert machine.oracle.runs[parent.run_id].wake_seq == 1
 
 
 DAMAGES = {
