@@ -1,0 +1,350 @@
+"""Claiming: heads of the index of what is ready, the endings that a claim finds, permits, and the fence (semantics 7 to 12, 45, 73).
+
+`store.py` calls `Claim.make`, which is three round trips where nothing is limited: the ids of the heads, one update of all of them that
+takes those still there, and what it took. Other claimers at the same heads cost a batch some of its runs, never a run two holders; a
+claimer that meets them looks at more heads than it needs and takes some of those by chance. Where a limit or a pause may count it is a
+transaction that writes the row of each scope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pymongo.errors import PyMongoError
+
+from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Lease, Scope, Status
+
+from . import faults, flow, journal, landing
+from .changes import Stage, change, plus
+from .connection import Database
+from .operation import Document, Where, Work
+from .rows import Damaged, asked, in_order, instant, of_scope, run_record
+from .times import milliseconds, stored
+
+ROUNDS: Final = 8
+"""How often a claim looks again after the heads that it found were landed or held back. What then remains, the next claim takes."""
+ROUTES: Final = 180
+"""Names (and versions, and families) of one query: beyond 200 the server sorts instead of merging."""
+FURTHEST: Final = 16
+"""How many times more heads than it needs a claimer looks at, where it meets others."""
+_ORDER: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
+_READY: Final = {"status": "pending", "ready": True}
+# An ask and no record (45), or past its deadline (12): such runs end at a claim.
+_ENDING: Final = ("cancel_requested_at", "cancel_refused_at", "replay_family", "deadline_at", "compensating", "cancel_reason")
+
+
+class Claims:
+    """What a store remembers from claim to claim: how crowded the heads are."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.reach = 1
+
+    async def claim(self, request: ClaimRequest) -> list[Claimed]:
+        """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8).
+
+        A run whose document or journal can not be read never strands its batch: it lands failed, kind payload (9).
+        """
+        one = _Claim(self, request)
+        rows = await self._database.plain(one.take)
+        if rows is None:
+            rows = await self._database.write(one.take_in_transaction)
+        return await self._handed_out(rows)
+
+    async def _handed_out(self, rows: Sequence[Document]) -> list[Claimed]:
+        """Leases, with the journals of those that are replayed: read after the claim is durable (3)."""
+        replayed = [row["_id"] for row in rows if "replay_family" in row]
+        journals: dict[str, list[Document]] = {}
+        if replayed:
+            journals = await self._database.plain(lambda work: journal.histories(work, replayed))
+        claimed: list[Claimed] = []
+        bad: list[Document] = []
+        for row in rows:
+            try:
+                run = run_record(row)
+                lease = Lease(run_id=run.run_id, tenant=run.tenant, attempts=run.attempts, mark=run.lease_owner or "")
+                claimed.append(Claimed(lease=lease, run=run, history=tuple(in_order(journals.get(run.run_id, ())))))
+            except Damaged:
+                bad.append(row)
+        if bad:
+            await self._database.write(lambda work: _land_damaged(work, bad))
+        return claimed
+
+
+class _Claim:
+    """One claim, through all its tries: a try that brought no answer is repeated with the runs that it had chosen."""
+
+    def __init__(self, claims: Claims, request: ClaimRequest) -> None:
+        self._claims = claims
+        self._request = request
+        self._routes = routes(request)
+        self._chosen: list[str] | None = None
+
+    # -- without limits ----------------------------------------------------------------------------------------------------
+
+    async def take(self, work: Work) -> list[Document] | None:
+        """The documents of what it holds. None: a limit or a pause may count, or some head must end here: use a transaction."""
+        request = self._request
+        if self._chosen is not None:  # the answer of a try was lost: it may have taken any of these
+            await self._update(work, self._chosen)
+            return await held(work, request.mark)
+        names = sorted({name for name, _ in request.functions})
+        before, rules, alone, heads = await asyncio.gather(
+            held(work, request.mark),
+            flow.rules_for(work, request.queues, names, request.scope),
+            self._lonely(work) if request.alone else _nothing(),
+            self._heads(work, self._claims.reach),
+        )
+        if before:
+            return before
+        if request.limit < 1:
+            return []
+        if rules or alone:
+            return None
+        chosen = self._choose(heads)
+        if not chosen:
+            return []
+        if not await _first_of_its_mark(work, request.mark):
+            return await held(work, request.mark)
+        self._chosen = [row["_id"] for row in chosen]
+        taken = await self._update(work, self._chosen)
+        self._learn(taken, len(chosen))
+        rows, late = await asyncio.gather(
+            held(work, request.mark), flow.rules_for(work, request.queues, names, request.scope)
+        )
+        if late:
+            await self._claims._database.write(lambda own: flow.take_late(own, [row["_id"] for row in rows]))
+        if len(rows) < len(chosen) and await self._ends_among(work, self._chosen):
+            await self._claims._database.write(self._land_heads)
+            if not rows:
+                return await self._again(work)
+        return rows
+
+    async def _again(self, work: Work) -> list[Document]:
+        """All heads ended here: look once more, in a transaction, under the same mark."""
+        return await self._claims._database.write(self._take_with_care)
+
+    async def _update(self, work: Work, ids: Sequence[str]) -> int:
+        going = {
+            "$or": [
+                {"deadline_at": None},
+                {"compensating": True},
+                {"$expr": {"$gt": ["$deadline_at", work.clock.expression()]}},
+            ],
+            "$and": [{"$or": [{"cancel_requested_at": None}, {"cancel_refused_at": {"$ne": None}}, {"replay_family": {"$ne": None}}]}],
+        }
+        where: Where = {"_id": {"$in": list(ids)}, **_READY, **going}
+        return await work.change_many("durable_run", where, taken(work, self._request))
+
+    def _learn(self, got: int, wanted: int) -> None:
+        if got < 0.7 * wanted:
+            self._claims.reach = min(FURTHEST, self._claims.reach * 2)
+        elif got == wanted:
+            self._claims.reach = max(1, self._claims.reach - 1)
+
+    async def _heads(self, work: Work, reach: int) -> list[list[Document]]:
+        """For each queue the heads of what this worker can take, in order."""
+        request = self._request
+        return [
+            await heads(work, queue, self._routes, request.scope, min(most, request.limit) * reach)
+            if most > 0 and request.limit > 0
+            else []
+            for queue, most in request.queues.items()
+        ]
+
+    def _choose(self, found: Sequence[Sequence[Document]]) -> list[Document]:
+        request = self._request
+        chosen: list[Document] = []
+        for (_, most), rows in zip(request.queues.items(), found, strict=True):
+            room = min(most, request.limit - len(chosen))
+            if room > 0:
+                chosen += rows if len(rows) <= room else random.sample(rows, room) if self._claims.reach > 1 else rows[:room]
+        return chosen
+
+    async def _lonely(self, work: Work) -> list[Document]:
+        request = self._request
+        queues = [queue for queue, most in request.queues.items() if most > 0]
+        where = {
+            "blocked_on": flow.ALONE,
+            "status": "pending",
+            "available_at": None,
+            "queue": {"$in": queues},
+            "route": {"$in": self._routes},
+            **of_scope(request.scope),
+        }
+        return await work.find("durable_run", where, sort=_ORDER, limit=1)
+
+    async def _ends_among(self, work: Work, ids: Sequence[str]) -> bool:
+        rows = await work.find("durable_run", {"_id": {"$in": list(ids)}, **_READY}, fields=_ENDING)
+        return any(_ending(work, row) is not None for row in rows)
+
+    async def _land_heads(self, work: Work) -> None:
+        rows = await work.find("durable_run", {"_id": {"$in": self._chosen or []}, **_READY}, fields=_ENDING)
+        endings = [ending for ending in (_ending(work, row) for row in rows) if ending is not None]
+        await landing.land(work, endings)
+
+    # -- with limits -------------------------------------------------------------------------------------------------------
+
+    async def take_in_transaction(self, work: Work) -> list[Document]:
+        """The same where scopes have limits, where a run is to be taken alone, or where heads end here."""
+        before = await held(work, self._request.mark)
+        if before:
+            return before
+        # The row of the mark is written here too: of two claims with one mark the second finds it, and what the first holds.
+        row = {"_id": ticket(self._request.mark)}
+        if await work.change_one("durable_permit", row, {"$set": {"at": stored(work.now)}}, upsert=True):
+            return []
+        return await self._take_with_care(work)
+
+    async def _take_with_care(self, work: Work) -> list[Document]:
+        request = self._request
+        names = sorted({name for name, _ in request.functions})
+        rules = await flow.rules_for(work, request.queues, names, request.scope)
+        closed: set[str] = set()
+        if request.scope is not ALL:  # an unbound claim holds the paused runs back one by one, once: other tenants' go on
+            closed = {rule.scope_name for rule in rules if rule.paused}
+        if request.alone:
+            for _ in range(ROUNDS):
+                rows = [row for row in await self._lonely(work) if f"queue:{row['queue']}" not in closed]
+                admitted = await self._admitted(work, rows)
+                if admitted:
+                    return await self._taken(work, admitted)
+                if not rows:
+                    break
+        permits: dict[str, list[str]] = {}
+        for queue, most in request.queues.items():
+            room = min(most, request.limit - len(permits))
+            if room > 0 and f"queue:{queue}" not in closed:
+                permits.update(await self._from_queue(work, queue, room))
+        return await self._taken(work, permits)
+
+    async def _from_queue(self, work: Work, queue: str, room: int) -> dict[str, list[str]]:
+        """What to take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
+        found: dict[str, list[str]] = {}
+        for _ in range(ROUNDS):
+            # Runs that were chosen in an earlier round are still in the index, and in front.
+            rows = await heads(work, queue, self._routes, self._request.scope, room, whole=True)
+            rows = [row for row in rows if row["_id"] not in found]
+            admitted = await self._admitted(work, rows)
+            found.update(admitted)
+            if len(admitted) == len(rows) or len(found) >= room:
+                break
+        return found
+
+    async def _admitted(self, work: Work, rows: Sequence[Document]) -> dict[str, list[str]]:
+        """Land what ends at a claim; of the rest, those for which every scope has room, with their permits."""
+        endings = {row["_id"]: _ending(work, row) for row in rows}
+        await landing.land(work, [ending for ending in endings.values() if ending is not None])
+        return await flow.admit(work, [row for row in rows if endings[row["_id"]] is None])
+
+    async def _taken(self, work: Work, permits: Mapping[str, Sequence[str]]) -> list[Document]:
+        if not permits:
+            return []
+        by_permits: dict[tuple[str, ...], list[str]] = {}
+        for run_id, texts in permits.items():
+            by_permits.setdefault(tuple(texts), []).append(run_id)
+        for texts, ids in by_permits.items():
+            where = {"_id": {"$in": ids}, "status": "pending"}
+            await work.change_many("durable_run", where, taken(work, self._request, permits=texts))
+        return await held(work, self._request.mark)
+
+
+# -- the pieces -------------------------------------------------------------------------------------------------------------
+
+
+def routes(request: ClaimRequest) -> list[str]:
+    """Name, version and family in one: for each, runs without a record, and runs with records of this interpreter's family.
+
+    A run without a version is taken for its name alone, whatever versions of it the worker registered.
+    """
+    pairs = {(name, "") for name, _ in request.functions} | {
+        (name, version or "") for name, version in request.functions
+    }
+    return [f"{name}/{version}@{family}" for name, version in sorted(pairs) for family in ("", request.family)]
+
+
+async def heads(
+    work: Work, queue: str, wanted: Sequence[str], scope: Scope, limit: int, *, whole: bool = False
+) -> list[Document]:
+    """The first runs of a queue that are ready, by priority and `submitted`."""
+    parts = [wanted[start : start + ROUTES] for start in range(0, len(wanted), ROUTES)]
+    found: list[Document] = []
+    for part in parts:
+        where: Document = {"queue": queue, "route": {"$in": part}, **_READY, **of_scope(scope)}
+        fields = None if whole else ("priority", "submitted")
+        found += await work.find("durable_run", where, fields=fields, sort=_ORDER, limit=limit)
+    if len(parts) > 1:
+        found.sort(key=_rank)
+    return found[:limit]
+
+
+def _rank(row: Document) -> tuple[Any, ...]:
+    return (-row["priority"], row["submitted"], row["_id"])
+
+
+def taken(work: Work, request: ClaimRequest, *, permits: Sequence[str] = ()) -> list[Stage]:
+    """The change by which runs are claimed: the counter, the mark, the lease by the server's clock, in one write (1)."""
+    now = work.clock.expression()
+    mark = {"$literal": request.mark}
+    compute: dict[str, Any] = {
+        "attempts": plus("attempts", 1),
+        "leased_until": {"$add": [now, milliseconds(request.lease)]},
+        "started_at": {"$ifNull": ["$started_at", now]},
+        "updated_at": now,
+        "mark": {"$concat": ["$_id", "/", {"$toString": plus("attempts", 1)}, "/", mark]},
+    }
+    put: dict[str, Any] = {"status": "running", "claim_token": request.mark, "claim_family": request.family}
+    if permits:
+        put.update(permits=list(permits), linked=True)
+    return change(put=put, compute=compute, drop=("ready", "blocked_on", "waiting_for"), ready=False)
+
+
+async def held(work: Work, mark: str) -> list[Document]:
+    """What a claim holds, in its order."""
+    rows = await work.find("durable_run", {"claim_token": mark, "status": "running"})
+    return sorted(rows, key=_rank)
+
+
+def ticket(mark: str) -> str:
+    """The key of the row that a claim writes once: of two claims with one mark one is the second (8)."""
+    return f"~claim:{mark}"
+
+
+async def _first_of_its_mark(work: Work, mark: str) -> bool:
+    try:
+        await work.insert("durable_permit", [{"_id": ticket(mark), "at": stored(work.now)}])
+    except PyMongoError as error:
+        if faults.duplicate(error):
+            return False
+        raise
+    return True
+
+
+async def _nothing() -> list[Document]:
+    return []
+
+
+def _ending(work: Work, row: Document) -> landing.Ending | None:
+    """How a run ends that should not be called any more: an ask and no record (45), or past its deadline (12)."""
+    if asked(row) and "replay_family" not in row:
+        failure = Failure(message=row.get("cancel_reason") or "cancelled before its first record", kind=ErrorKind.CANCELLED)
+        return landing.Ending(run_id=row["_id"], status=Status.CANCELLED, failure=failure)
+    deadline_at = instant(row, "deadline_at")
+    if deadline_at is not None and deadline_at <= work.now and not row.get("compensating"):
+        failure = Failure(message="its deadline passed before it was claimed", kind=ErrorKind.DEADLINE)
+        return landing.Ending(run_id=row["_id"], status=Status.TIMED_OUT, failure=failure)
+    return None
+
+
+async def _land_damaged(work: Work, rows: Sequence[Document]) -> None:
+    failure = Failure(message="its stored row or journal can not be read: it is damaged", kind=ErrorKind.PAYLOAD)
+    mine = await work.find(
+        "durable_run", {"_id": {"$in": [row["_id"] for row in rows]}, "mark": {"$in": [row["mark"] for row in rows]}}, fields=["_id"]
+    )
+    await landing.land(work, [landing.Ending(run_id=row["_id"], status=Status.FAILED, failure=failure) for row in mine])
+
+
+__all__ = ["Claims", "heads", "held", "routes", "taken"]

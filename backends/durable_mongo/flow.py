@@ -1,0 +1,465 @@
+"""Flow control: permits of limited scopes, token buckets, pauses, and the release of what was held back (semantics 73 to 76).
+
+Claim calls `admit` with its candidates, every write by which a run leaves `running` calls `release`, every landing calls
+`next_in_sequence`; upkeep calls `refill` and `free` as nets. All of it runs inside a transaction that writes the row of each scope it
+counts in (`_lock`): two of them are one after the other. A permit is a name in the run's own `permits`, so that taking it is the claim
+and giving it back the settle. Nothing here changes a status, lands a run, or decides a limit.
+
+A row of flow control counts for the runs of its own tenant (ADR 0030). The scopes of a run are `queue:NAME`, `function:NAME` and,
+where it has a concurrency key, `key:QUEUE:KEY`; a tenant's scopes carry the tenant in front, `TENANT/queue:NAME`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from durable.errors import Conflict
+from durable.model import Instant, QueueRecord, Scope
+
+from .changes import change, only_if
+from .operation import Change, Document, Where, Work
+from .rows import dated, instant, of_scope, sees, stored_id, tenant, tenant_text
+from .times import stored
+
+ALONE: Final = "alone"
+SEQUENCE: Final = "sequence"
+KINDS: Final = ("queue", "function", "key")
+RELEASE_BATCH: Final = 1_000
+"""Runs that one change of a row releases at the most; the net releases the rest."""
+_FIRST: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
+# A run that lapsed twice in a row goes back to be taken alone (15), not into the index of what is ready.
+UNBLOCK: Final = change(compute={"blocked_on": only_if({"$gte": ["$reclaims", 2]}, ALONE)})
+
+
+@dataclass(slots=True)
+class _Rule:
+    """A row of durable_queue at work: what it allows, and what this transaction has used of it."""
+
+    queue_id: str
+    record: QueueRecord
+    tokens: int | None
+    """In parts of a token, of which `rate_period` make one: whole numbers, so that no start is lost to rounding."""
+    at: Instant | None
+    taken: Counter[str] = field(default_factory=Counter)
+    """Permits by scope text, once counted."""
+
+    @property
+    def burst(self) -> int:
+        return (self.record.rate_burst or self.record.rate_count or 0) * (self.record.rate_period or 0)
+
+    def refill(self, now: Instant) -> int | None:
+        """Parts in the bucket now; None: there is no rate."""
+        count = self.record.rate_count
+        if count is None:
+            return None
+        if self.tokens is None or self.at is None:
+            self.tokens = self.burst
+        else:
+            self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * count)
+        self.at = now
+        return self.tokens
+
+    def next_token(self, now: Instant) -> Instant:
+        """The instant at which a whole token is there."""
+        period, count = self.record.rate_period or 0, self.record.rate_count or 1
+        missing = period - (self.refill(now) or 0)
+        return now + max(0, -(-missing // count))
+
+
+def _rule(row: Document) -> _Rule:
+    record = QueueRecord(
+        scope_name=row["scope_name"],
+        tenant=tenant(row["tenant_id"]),
+        paused=bool(row.get("paused")),
+        max_concurrency=_whole(row.get("max_concurrency")),
+        rate_count=_whole(row.get("rate_count")),
+        rate_period=_whole(row.get("rate_period")),
+        rate_burst=_whole(row.get("rate_burst")),
+        fair=bool(row.get("fair")),
+    )
+    return _Rule(row["_id"], record, _whole(row.get("rate_tokens")), instant(row, "rate_at"))
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+# -- the scopes of a run --------------------------------------------------------------------------------------------------
+
+
+def scope_text(tenant_id: str, base: str) -> str:
+    """The text of a scope by which permits are counted and which `blocked_on` shows."""
+    return f"{tenant_id}/{base}" if tenant_id else base
+
+
+def scopes_of(row: Document) -> list[tuple[str, str]]:
+    """(queue_id of the rule, scope text) of every scope that a run is in, whether it is limited or not."""
+    bases = [(f"queue:{row['queue']}",) * 2, (f"function:{row['name']}",) * 2]
+    if "concurrency_key" in row:
+        bases.append((f"key:{row['queue']}", f"key:{row['queue']}:{row['concurrency_key']}"))
+    tenant_id = row["tenant_id"]
+    return [(stored_id(tenant_id, rule), scope_text(tenant_id, base)) for rule, base in bases]
+
+
+def rule_of(text: str) -> str:
+    """The queue_id of the rule that a scope text belongs to."""
+    tenant_id, base = _split(text)
+    kind, _, rest = base.partition(":")
+    return stored_id(tenant_id, f"key:{rest.partition(':')[0]}" if kind == "key" else base)
+
+
+async def _rules(work: Work, queue_ids: Iterable[str]) -> dict[str, _Rule]:
+    rows = await work.find("durable_queue", {"_id": {"$in": sorted(set(queue_ids))}})
+    return {row["_id"]: _rule(row) for row in rows}
+
+
+async def _lock(work: Work, queue_ids: Iterable[str]) -> None:
+    """Write these rows, in order: whoever else counts in them meanwhile is before or behind this transaction."""
+    for queue_id in sorted(set(queue_ids)):
+        await work.change_one("durable_queue", {"_id": queue_id}, {"$inc": {"turn": 1}})
+
+
+async def rules_for(work: Work, queues: Iterable[str], names: Iterable[str], scope: Scope) -> list[QueueRecord]:
+    """The rules that a claim of these queues and functions may meet: mostly none."""
+    scopes = [f"queue:{queue}" for queue in queues] + [f"function:{name}" for name in names]
+    scopes += [f"key:{queue.partition(':')[2]}" for queue in scopes if queue.startswith("queue:")]
+    rows = await work.find("durable_queue", {"scope_name": {"$in": scopes}, **of_scope(scope)})
+    return [_rule(row).record for row in rows]
+
+
+# -- what claim and landing call --------------------------------------------------------------------------------------------
+
+
+async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[str]]:
+    """Those that every scope has room for, in order, with the permits that each takes; tokens are spent. The others get `blocked_on` =
+    the scope that is full or paused, and are outside the index of what is ready until it frees (73, 74)."""
+    if not candidates:
+        return {}
+    scopes = {row["_id"]: scopes_of(row) for row in candidates}
+    wanted = {queue_id for pairs in scopes.values() for queue_id, _ in pairs}
+    rules = await _rules(work, wanted)
+    if not rules:
+        return {row["_id"]: [] for row in candidates}
+    await _lock(work, rules)
+    admitted: dict[str, list[str]] = {}
+    blocked: list[tuple[Where, Change]] = []
+    passed_over: Counter[tuple[str, str]] = Counter()
+    for row in candidates:
+        limited = [(rules[queue_id], text) for queue_id, text in scopes[row["_id"]] if queue_id in rules]
+        full = None
+        for rule, text in limited:
+            if full is None and not await _room(work, rule, text):
+                full = text
+        if full is None:
+            admitted[row["_id"]] = _take(limited)
+            continue
+        blocked.append(({"_id": row["_id"], "status": "pending"}, change(put={"blocked_on": full})))
+        passed_over.update((rule.queue_id, text) for rule, text in limited if text != full)
+    await work.change_each("durable_run", blocked)
+    await _write_buckets(work, rules.values())
+    for (queue_id, text), count in passed_over.items():
+        # The place that it did not take in its other scopes goes to the next that waits there.
+        if await _room(work, rules[queue_id], text):
+            await _unblock(work, text, count)
+    return admitted
+
+
+async def _in_flight(work: Work, text: str) -> int:
+    return await work.count("durable_run", {"permits": text})
+
+
+async def _room(work: Work, rule: _Rule, text: str) -> bool:
+    if rule.record.paused:
+        return False
+    tokens = rule.refill(work.now)
+    if tokens is not None and tokens < (rule.record.rate_period or 0):
+        return False
+    most = rule.record.max_concurrency
+    if most is None:
+        return True
+    if text not in rule.taken:
+        rule.taken[text] = await _in_flight(work, text)
+    return rule.taken[text] < most
+
+
+def _take(limited: Sequence[tuple[_Rule, str]]) -> list[str]:
+    permits: list[str] = []
+    for rule, text in limited:
+        if rule.record.max_concurrency is not None:
+            permits.append(text)
+            rule.taken[text] += 1
+        if rule.tokens is not None:
+            rule.tokens -= rule.record.rate_period or 0
+    return permits
+
+
+async def _write_buckets(work: Work, rules: Iterable[_Rule]) -> None:
+    changes: list[tuple[Where, Change]] = [
+        ({"_id": rule.queue_id}, {"$set": {"rate_tokens": rule.tokens, **dated(rate_at=rule.at)}})
+        for rule in rules
+        if rule.record.rate_count is not None
+    ]
+    await work.change_each("durable_queue", changes)
+
+
+async def release(work: Work, rows: Iterable[Document]) -> None:
+    """Runs have left `running`, and their permits with it: as many of those that wait for them are ready, by priority and `submitted`
+    (73, 74). `rows` are as they were before."""
+    freed = Counter(text for row in rows for text in row.get("permits", ()))
+    if freed:
+        await _lock(work, map(rule_of, freed))
+        for text, count in sorted(freed.items()):
+            await _unblock(work, text, count)
+
+
+async def _unblock(work: Work, text: str, count: int) -> int:
+    rows = await work.find(
+        "durable_run", {"status": "pending", "blocked_on": text}, fields=["queue"], sort=_FIRST, limit=count
+    )
+    if rows:
+        await work.change_many("durable_run", {"_id": {"$in": [row["_id"] for row in rows]}, "blocked_on": text}, UNBLOCK)
+    for queue in {row["queue"] for row in rows}:
+        work.announce(f"queue:{queue}")
+    return len(rows)
+
+
+async def head_of(work: Work, sequence_key: str) -> Document | None:
+    """The first in the line of a stored key."""
+    return await work.first(
+        "durable_run", {"line": sequence_key}, fields=["queue", "blocked_on"], sort=[("submitted", 1), ("_id", 1)]
+    )
+
+
+async def next_in_sequence(work: Work, sequence_keys: Iterable[str]) -> None:
+    """Runs of these stored keys have landed: the first in line of each is ready (75). Only for keys of landed runs that were not
+    `blocked_on = 'sequence'` themselves: one that is cancelled while it waits for its turn has no turn to pass on."""
+    for key in sorted(set(sequence_keys)):
+        head = await head_of(work, key)
+        if head is not None and head.get("blocked_on") == SEQUENCE:
+            await work.change_one("durable_run", {"_id": head["_id"], "blocked_on": SEQUENCE}, change(drop=("blocked_on",)))
+            work.announce(f"queue:{head['queue']}")
+
+
+# -- the operator's side ----------------------------------------------------------------------------------------------------
+
+
+async def queues(work: Work, scope: Scope) -> list[QueueRecord]:
+    """The rows of flow control that a scope sees."""
+    return [_rule(row).record for row in await work.find("durable_queue", of_scope(scope), sort=[("_id", 1)])]
+
+
+async def set_queue(work: Work, record: QueueRecord) -> None:
+    """Put a row; it counts for the next claim. What it held back and no longer holds is ready in the same write, up to a batch.
+    Raises Conflict for a row that can mean nothing, before anything is written."""
+    _check(record)
+    tenant_id = tenant_text(record.tenant)
+    queue_id = stored_id(tenant_id, record.scope_name)
+    before = (await _rules(work, [queue_id])).get(queue_id)
+    rule = _Rule(queue_id, record, None, None)
+    if record.rate_count is not None:
+        rule.tokens, rule.at = rule.burst, work.now
+        if before is not None and before.refill(work.now) is not None:
+            # A change of the rate hands out no new burst: what was there, in the new parts.
+            had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
+            rule.tokens = min(rule.burst, had)
+    await work.change_one("durable_queue", {"_id": queue_id}, _row_of(work, rule, tenant_id), upsert=True)
+    base = scope_text(tenant_id, record.scope_name)
+    await _adjust_permits(work, record, tenant_id, base)
+    for text in await _blocked_scopes(work, base):
+        await _fill(work, rule, text, RELEASE_BATCH)
+
+
+def _row_of(work: Work, rule: _Rule, tenant_id: str) -> Change:
+    record = rule.record
+    values: Mapping[str, Any] = {
+        "scope_name": record.scope_name,
+        "tenant_id": tenant_id,
+        "paused": record.paused,
+        "max_concurrency": record.max_concurrency,
+        "rate_count": record.rate_count,
+        "rate_period": record.rate_period,
+        "rate_burst": record.rate_burst,
+        "rate_tokens": rule.tokens,
+        "rate_at": None if rule.at is None else stored(rule.at),
+        "fair": record.fair,
+        "updated_at": stored(work.now),
+    }
+    there = {name: value for name, value in values.items() if value is not None}
+    gone = {name: "" for name, value in values.items() if value is None}
+    return {"$set": there, "$inc": {"turn": 1}, **({"$unset": gone} if gone else {})}
+
+
+async def _adjust_permits(work: Work, record: QueueRecord, tenant_id: str, base: str) -> None:
+    """A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late."""
+    kind, _, name = record.scope_name.partition(":")
+    if record.max_concurrency is None:
+        texts = {text for text in await _permits_in_use(work, base) if text == base or kind == "key"}
+        for text in sorted(texts):
+            await work.change_many("durable_run", {"permits": text}, {"$pull": {"permits": text}})
+        return
+    where: Document = {"status": "running", "tenant_id": tenant_id, "name" if kind == "function" else "queue": name}
+    if kind == "key":
+        where["concurrency_key"] = {"$exists": True}
+    running = await work.find("durable_run", where, fields=["concurrency_key"])
+    texts_of = {row["_id"]: f"{base}:{row['concurrency_key']}" if kind == "key" else base for row in running}
+    await work.change_each(
+        "durable_run",
+        [({"_id": run_id}, {"$addToSet": {"permits": text}, "$set": {"linked": True}}) for run_id, text in texts_of.items()],
+    )
+
+
+async def take_late(work: Work, run_ids: Sequence[str]) -> None:
+    """A limit came while these were claimed without looking: they count in it, in so far as they still run."""
+    rows = await work.find("durable_run", {"_id": {"$in": list(run_ids)}, "status": "running"})
+    scopes = {row["_id"]: scopes_of(row) for row in rows}
+    rules = await _rules(work, {queue_id for pairs in scopes.values() for queue_id, _ in pairs})
+    changes: list[tuple[Where, Change]] = []
+    for run_id, pairs in scopes.items():
+        texts = [text for queue_id, text in pairs if queue_id in rules and rules[queue_id].record.max_concurrency is not None]
+        if texts:
+            changes.append(({"_id": run_id}, {"$addToSet": {"permits": {"$each": texts}}, "$set": {"linked": True}}))
+    await _lock(work, rules)
+    await work.change_each("durable_run", changes)
+
+
+def _check(record: QueueRecord) -> None:
+    kind, _, name = record.scope_name.partition(":")
+    if kind not in KINDS or not name:
+        raise Conflict(f"{record.scope_name!r} is no scope", hint="queue:NAME, function:NAME, or key:QUEUE")
+    if (record.rate_count is None) != (record.rate_period is None):
+        raise Conflict(f"{record.scope_name}: a rate is a count and a period", hint="give both, or neither")
+    if kind == "key" and record.rate_count is not None:
+        raise Conflict("a rate can not be set for each key of a queue", hint="set it on queue:NAME or function:NAME")
+    for what in ("max_concurrency", "rate_count", "rate_period", "rate_burst"):
+        value = getattr(record, what)
+        if value is not None and value < 1:
+            raise Conflict(f"{record.scope_name}: {what} = {value}", hint="at least 1; to stop a scope, pause it")
+
+
+def _under(base: str) -> Document:
+    """A scope and, for `key:QUEUE`, each of its keys."""
+    if not _is_key(base):
+        return {"$eq": base}
+    return {"$gt": f"{base}:", "$lt": f"{base};"}
+
+
+async def _permits_in_use(work: Work, base: str) -> list[str]:
+    rows = await work.find("durable_run", {"permits": {"$exists": True, "$elemMatch": _under(base)}}, fields=["permits"])
+    return sorted({text for row in rows for text in row["permits"] if text == base or text.startswith(f"{base}:")})
+
+
+async def _blocked_scopes(work: Work, base: str) -> list[str]:
+    """Scope texts on which some run is blocked: the scope itself, or for `key:QUEUE` each of its keys."""
+    if not _is_key(base):
+        return [base]
+    found: list[str] = []
+    last = f"{base}:"
+    while (text := await _next_scope(work, last)) is not None and text.startswith(f"{base}:"):
+        found.append(text)
+        last = text
+    return found
+
+
+async def _next_scope(work: Work, after: str) -> str | None:
+    where = {"status": "pending", "blocked_on": {"$gt": after}}
+    row = await work.first("durable_run", where, fields=["blocked_on"], sort=[("blocked_on", 1)])
+    return None if row is None else str(row["blocked_on"])
+
+
+def _is_key(base: str) -> bool:
+    return base.rpartition("/")[2].startswith("key:")
+
+
+async def _fill(work: Work, rule: _Rule | None, text: str, limit: int) -> int:
+    """Release as many of those blocked on a scope as it has room for now."""
+    room = limit
+    if rule is not None:
+        if rule.record.paused:
+            return 0
+        tokens = rule.refill(work.now)
+        if tokens is not None:
+            room = min(room, tokens // (rule.record.rate_period or 1))
+        if rule.record.max_concurrency is not None:
+            room = min(room, rule.record.max_concurrency - await _in_flight(work, text))
+    return await _unblock(work, text, room) if room > 0 else 0
+
+
+# -- the nets ---------------------------------------------------------------------------------------------------------------
+
+
+async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
+    """Release what waits for tokens that have come in (76). The answer: when the next token comes for which a run waits."""
+    soonest: Instant | None = None
+    where = {"rate_count": {"$exists": True}, **of_scope(scope)}
+    for rule in map(_rule, await work.find("durable_queue", where, sort=[("_id", 1)])):
+        text = scope_text(tenant_text(rule.record.tenant), rule.record.scope_name)
+        if await _fill(work, rule, text, limit):
+            await _lock(work, [rule.queue_id])
+        if not rule.record.paused and await work.first("durable_run", {"status": "pending", "blocked_on": text}, fields=["_id"]):
+            due = rule.next_token(work.now)
+            if due > work.now:  # otherwise it waits for a permit, and who gives that back releases it
+                soonest = due if soonest is None else min(soonest, due)
+    return soonest
+
+
+async def free(work: Work, scope: Scope, limit: int) -> int:
+    """The net of 74 and 75: release blocked runs whose scope has room, or has no row any more, and heads of a sequence that
+    wait for nobody. The answer: how many."""
+    total, last = 0, ""
+    while total < limit and (text := await _next_scope(work, last)) is not None:
+        last = text
+        if text in (ALONE, SEQUENCE) or not sees(scope, _split(text)[0]):
+            continue
+        queue_id = rule_of(text)
+        freed = await _fill(work, (await _rules(work, [queue_id])).get(queue_id), text, limit - total)
+        if freed:
+            await _lock(work, [queue_id])
+        total += freed
+    return total + await _free_heads(work, scope, limit)
+
+
+async def _free_heads(work: Work, scope: Scope, limit: int) -> int:
+    """Runs that wait for their turn although nobody is in front of them and nobody of their key is at work."""
+    stages: list[Document] = [
+        {"$match": {"status": "pending", "blocked_on": SEQUENCE, **of_scope(scope)}},
+        {"$group": {"_id": "$line"}},
+        {"$sort": {"_id": 1}},
+    ]
+    freed = 0
+    for row in await work.aggregate("durable_run", stages):
+        key = row["_id"]
+        if key is None or await work.first("durable_run", {"line": key, "blocked_on": {"$ne": SEQUENCE}}, fields=["_id"]):
+            continue
+        head = await head_of(work, key)
+        if head is not None and freed < limit:
+            await work.change_one("durable_permit", {"_id": key}, {"$inc": {"turn": 1}})
+            await work.change_one("durable_run", {"_id": head["_id"]}, change(drop=("blocked_on",)))
+            freed += 1
+    return freed
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The tenant and the rest of a scope text. Names hold no slash and no colon, so a slash before the first colon is ours."""
+    head, colon, tail = text.partition(":")
+    tenant_id, slash, kind = head.rpartition("/")
+    return (tenant_id if slash else ""), f"{kind}{colon}{tail}"
+
+
+__all__ = [
+    "ALONE",
+    "SEQUENCE",
+    "admit",
+    "free",
+    "head_of",
+    "next_in_sequence",
+    "queues",
+    "refill",
+    "release",
+    "rules_for",
+    "scope_text",
+    "set_queue",
+    "take_late",
+]

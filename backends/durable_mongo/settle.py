@@ -1,0 +1,269 @@
+"""Leaving a claim: the outcomes of a settle, and the renewal of leases (semantics 4 to 6, 13, 15, 16, 25, 31, 43).
+
+`store.py` calls `settle_quickly` first: one write of fenced updates, for runs that nothing else hangs on. Where not all of them match it
+calls `settle` in a transaction: terminal outcomes go through the landing, first; suspensions come last, each against the wakes that the
+others of its batch have made. What the quick write has done, the careful one recognises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pymongo.errors import PyMongoError
+
+from durable.model import (
+    Cancelled,
+    Completed,
+    ErrorKind,
+    Failed,
+    Failure,
+    ForwardIncomplete,
+    HandedBack,
+    Instant,
+    Lease,
+    Outcome,
+    Renewal,
+    Renewed,
+    Retry,
+    Settled,
+    Status,
+    Suspended,
+    TimedOut,
+)
+from durable.settings import Micros
+
+from . import flow, landing, removal
+from .changes import Stage, change, only_if, plus, present
+from .enqueue import effective_start
+from .journal import held, mark_of
+from .operation import Change, Document, Where, Work
+from .rows import asked, instant
+from .times import milliseconds, stored, stored_not_before
+
+_TERMINAL: Final[dict[type[Outcome], Status]] = {
+    Completed: Status.COMPLETED,
+    Failed: Status.FAILED,
+    Cancelled: Status.CANCELLED,
+    TimedOut: Status.TIMED_OUT,
+    ForwardIncomplete: Status.FORWARD_INCOMPLETE,
+}
+_STATE: Final = (
+    *("status", "attempts", "mark", "cancel_requested_at", "cancel_refused_at", "wake_seq", "deadline_at", "queue", "permits"),
+    *("name", "version", "tenant_id"),
+)
+NOBODY_ASKED: Final = {"$or": [{"cancel_requested_at": None}, {"cancel_refused_at": {"$ne": None}}]}
+LOCKED_FOR: Final = 2.0
+LOCKED_FOR_ONE: Final = 0.5
+"""Seconds that a renewal waits for documents that a commit under way holds: all together, then each, before it is `unknown`."""
+
+
+# -- settling -----------------------------------------------------------------------------------------------------------------
+
+
+async def settle_quickly(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> bool:
+    """Settle all of them where each is an only one, unlinked, and as its holder believes. False: some are not, look with care."""
+    if len({lease.run_id for lease, _ in entries}) < len(entries):
+        return False
+    changes: list[tuple[Where, Change]] = []
+    for lease, outcome in entries:
+        where: Document = {**held(lease), "linked": {"$ne": True}}
+        if isinstance(outcome, Retry) and outcome.failure.positions:
+            return False
+        if not isinstance(outcome, (Cancelled, HandedBack)):
+            where.update(NOBODY_ASKED)
+        if isinstance(outcome, HandedBack):
+            where["cancel_requested_at"] = None  # an ask makes it claimable now: with care
+        if isinstance(outcome, (Retry, HandedBack)) and outcome.after:
+            where["deadline_at"] = None  # so does a deadline
+        if isinstance(outcome, Suspended):
+            where["wake_seq"] = outcome.wake_seq
+            if outcome.until is not None:
+                where["deadline_at"] = None
+        changes.append((where, _left(work, outcome, {})))
+    if await work.change_each("durable_run", changes) < len(changes):
+        return False
+    for lease, outcome in entries:
+        if type(outcome) in _TERMINAL:
+            work.announce(f"run:{lease.run_id}")
+        elif not isinstance(outcome, Suspended):
+            work.announce("queue:")  # its queue was not read
+    return True
+
+
+async def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
+    """One answer per entry, in order."""
+    ids = sorted({lease.run_id for lease, _ in entries})
+    rows = {row["_id"]: row for row in await work.find("durable_run", {"_id": {"$in": ids}}, fields=_STATE)}
+    answers: list[Settled] = []
+    endings: list[landing.Ending] = []
+    leaving: list[tuple[int, Lease, Document, Retry | HandedBack | Suspended]] = []
+    for place, (lease, outcome) in enumerate(entries):
+        row = rows.get(lease.run_id)
+        if row is None or not (row["status"] == Status.RUNNING and row.get("mark") == mark_of(lease)):
+            answers.append("landed" if row is not None and _recognised(row, lease, outcome) else "lost")
+            continue
+        if asked(row) and not isinstance(outcome, (Cancelled, HandedBack)):
+            answers.append("woken")
+            continue
+        answers.append("landed")
+        rows[lease.run_id] = {**row, "status": str(_state_after(outcome))}  # a second entry of one run is a repeated one
+        if isinstance(outcome, (Retry, HandedBack, Suspended)):
+            leaving.append((place, lease, row, outcome))
+        else:
+            endings.append(_ending(lease.run_id, outcome))
+    if endings:
+        await landing.land(work, endings)
+    left: list[Document] = []
+    for place, lease, row, outcome in sorted(leaving, key=lambda entry: isinstance(entry[3], Suspended)):
+        if isinstance(outcome, Retry):
+            await removal.take_out(work, row, outcome.failure.positions)
+        where: Document = held(lease)
+        if isinstance(outcome, Suspended):
+            where["wake_seq"] = outcome.wake_seq
+        if await work.change_one("durable_run", where, _left(work, outcome, row)) == 1:
+            left.append(row)
+            if not isinstance(outcome, Suspended):
+                work.announce(f"queue:{row['queue']}")
+        else:
+            answers[place] = "woken"
+    await flow.release(work, left)
+    return answers
+
+
+def _state_after(outcome: Outcome) -> Status:
+    return Status.SUSPENDED if isinstance(outcome, Suspended) else _TERMINAL.get(type(outcome), Status.PENDING)
+
+
+def _recognised(row: Document, lease: Lease, outcome: Outcome) -> bool:
+    """A repeated settle whose first answer was lost: the same fence and mark, already in that state (6)."""
+    return bool(row.get("mark") == mark_of(lease) and row["status"] == _state_after(outcome))
+
+
+def _ending(run_id: str, outcome: Completed | Failed | Cancelled | TimedOut | ForwardIncomplete) -> landing.Ending:
+    if isinstance(outcome, Completed):
+        return landing.Ending(run_id=run_id, status=Status.COMPLETED, output=outcome.output)
+    return landing.Ending(run_id=run_id, status=_TERMINAL[type(outcome)], failure=outcome.failure)
+
+
+def _left(work: Work, outcome: Outcome, row: Document) -> list[Stage]:
+    """The change by which a run leaves its claim. `row` is as it was read: where that was not, the filter has made sure of it."""
+    if isinstance(outcome, Suspended):
+        return _suspended(work, outcome, instant(row, "deadline_at"))
+    if isinstance(outcome, (Retry, HandedBack)):
+        return _to_pending(work, outcome, instant(row, "deadline_at"), asked(row))
+    return landing.ended(work, _ending("", outcome))
+
+
+def _suspended(work: Work, outcome: Suspended, deadline_at: Instant | None) -> list[Stage]:
+    until = None if outcome.until is None else stored_not_before(outcome.until)
+    if deadline_at is not None:
+        until = stored(deadline_at) if until is None else min(until, stored(deadline_at))
+    put: dict[str, Any] = {
+        "status": "suspended",
+        "waiting_for": outcome.waiting_for,
+        "wake_after": outcome.wake_after or None,
+        "wake_delay": outcome.wake_delay or None,
+        "wake_on_failure": outcome.wake_on_failure or None,
+        "reclaims": 0,
+        "available_at": until,
+    }
+    return change(put=put, compute={"updated_at": work.clock.expression()}, drop=("leased_until", "permits"))
+
+
+def _to_pending(
+    work: Work, outcome: Retry | HandedBack, deadline_at: Instant | None, asked_to_stop: bool
+) -> list[Stage]:
+    failure: Failure | None = outcome.failure
+    retried = isinstance(outcome, Retry)
+    # An ask that came before the hand-back makes it claimable now, as one that comes after it does (43).
+    start = None if asked_to_stop else effective_start(work.now, work.now + outcome.after, deadline_at)
+    put: dict[str, Any] = {
+        "status": "pending",
+        "available_at": None if start is None else stored_not_before(start),
+        "error_detail": None if failure is None else failure.detail,
+    }
+    compute: dict[str, Any] = {"updated_at": work.clock.expression()}
+    if failure is not None:
+        put.update(error=failure.message, error_kind=str(failure.kind))
+    if retried:
+        compute["failures"] = plus("failures", 1)
+        # A run that has no record begins anew: its next claim is its start.
+        compute["started_at"] = only_if(present("replay_family"), "$started_at")
+    else:
+        put["reclaims"] = 0
+        if failure is not None and failure.kind == ErrorKind.NON_DETERMINISM:
+            compute["mismatch_since"] = {"$ifNull": ["$mismatch_since", work.clock.expression()]}
+    drop = ("leased_until", "permits", "error_positions", "wake_after", "waiting_for")
+    return change(put=put, compute=compute, drop=drop)
+
+
+# -- renewing -----------------------------------------------------------------------------------------------------------------
+
+
+async def renew(work: Work, renewals: Sequence[Renewal], lease: Micros, skip: frozenset[str]) -> list[Renewed]:
+    """Prolong what is held; a lease that lapsed and that nobody swept is held (13). `skip`: runs whose `ctx.transaction` is under way
+    here; a write to one would make that fail at its end, so they are `unknown` for its few seconds."""
+    going = [renewal for renewal in renewals if renewal.lease.run_id not in skip]
+    unknown = set(skip)
+    try:
+        await _prolong(work, going, lease, LOCKED_FOR)
+    except PyMongoError as error:
+        if not error.timeout:
+            raise
+        # Some document is held by a commit under way, and the write stopped half way: each for itself.
+        tries = [_prolong(work, [renewal], lease, LOCKED_FOR_ONE) for renewal in going]
+        for renewal, answer in zip(going, await asyncio.gather(*tries, return_exceptions=True), strict=True):
+            if isinstance(answer, PyMongoError) and answer.timeout:
+                unknown.add(renewal.lease.run_id)
+            elif isinstance(answer, BaseException):
+                raise answer from error
+    ids = sorted({renewal.lease.run_id for renewal in renewals})
+    rows = {row["_id"]: row for row in await work.find("durable_run", {"_id": {"$in": ids}}, fields=_STATE)}
+    answers: list[Renewed] = []
+    for renewal in renewals:
+        row = rows.get(renewal.lease.run_id)
+        if row is None or row["status"] != Status.RUNNING or row.get("mark") != mark_of(renewal.lease):
+            answers.append(Renewed(state="lost"))
+            continue
+        answers.append(
+            Renewed(
+                state="unknown" if renewal.lease.run_id in unknown else "held",
+                cancel_requested=asked(row),
+                wake_seq=int(row["wake_seq"]),
+            )
+        )
+        if renewal.progress is not None:
+            work.announce(f"run:{renewal.lease.run_id}")
+    return answers
+
+
+async def _prolong(work: Work, renewals: Sequence[Renewal], lease: Micros, within: float) -> None:
+    until = {"$add": [work.clock.expression(), milliseconds(lease)]}
+    plain = [renewal.lease for renewal in renewals if renewal.progress is None]
+    if plain:
+        where = {
+            "_id": {"$in": sorted(one.run_id for one in plain)},
+            "mark": {"$in": sorted(mark_of(one) for one in plain)},
+            "status": "running",
+        }
+        await work.change_many("durable_run", where, change(compute={"leased_until": until}, ready=False), within=within)
+    await work.change_each(
+        "durable_run",
+        [
+            (
+                held(renewal.lease),
+                change(
+                    put={"progress": renewal.progress},
+                    compute={"leased_until": until, "updated_at": work.clock.expression()},
+                    ready=False,
+                ),
+            )
+            for renewal in renewals
+            if renewal.progress is not None
+        ],
+    )
+
+
+__all__ = ["renew", "settle", "settle_quickly"]
