@@ -51,6 +51,7 @@ CLOCK_AGE: Final = 30 * SECOND
 """How long the best sample of the server's clock is kept."""
 
 BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
+COMMIT: Final = Ask("COMMIT")
 BEGIN_READING: Final = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
 # A process that is stopped in the middle of a transaction must not keep its locks for ever, and a row that an application locks must
 # not hold up a whole batch. What must be durable stays so where the default of the database is asynchronous.
@@ -59,6 +60,7 @@ SELECT now(), set_config('lock_timeout', $1, true), set_config('idle_in_transact
     set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on'
         ELSE current_setting('synchronous_commit') END, true)
 """
+NOW: Final = "SELECT now()"
 PREAMBLE_ASYNCHRONOUS: Final = """
 SELECT now(), set_config('lock_timeout', $1, true), set_config('idle_in_transaction_session_timeout', $2, true),
     set_config('synchronous_commit', 'off', true)
@@ -197,17 +199,16 @@ class Database:
 
     # -- operations --------------------------------------------------------------------------------------------------------
 
-    async def write(self, make: Make[T], *, durable: bool = True) -> T:
+    async def write(self, make: Make[T], *, durable: bool = True, once: bool = False) -> T:
         """Carry out an operation in a transaction and commit it; then tell its news. `durable=False`: the commit may be lost in a
-        crash of the server, together with everything that has seen it (storage.md says where that is safe)."""
-        preamble = Ask(PREAMBLE if durable else PREAMBLE_ASYNCHRONOUS, self.limits)
-        return await self._repeated(lambda con: self._transaction(con, make, (Ask(BEGIN), preamble)))
+        crash of the server, together with everything that has seen it (storage.md says where that is safe). `once`: it asks for
+        statements a single time, so that beginning, statements and commit are one round trip."""
+        opening = (Ask(BEGIN), Ask(PREAMBLE if durable else PREAMBLE_ASYNCHRONOUS, self.limits))
+        return await self._repeated(lambda con: self._transaction(con, make, opening, once))
 
-    async def read(self, make: Make[T]) -> T:
+    async def read(self, make: Make[T], *, once: bool = True) -> T:
         """Carry out an operation that only reads, in a transaction of its own; each statement sees what is committed by then."""
-        return await self._repeated(
-            lambda con: self._transaction(con, make, (Ask(BEGIN_READING), Ask(PREAMBLE, self.limits)))
-        )
+        return await self._repeated(lambda con: self._transaction(con, make, (Ask(BEGIN_READING), Ask(NOW)), once))
 
     async def _repeated(self, attempt: Callable[[Lendable], Coroutine[Any, Any, T]]) -> T:
         """Begin anew where another transaction was in the way, and once where a pooled connection turned out to be dead."""
@@ -240,16 +241,18 @@ class Database:
             pause = min(pause * 2, 0.2)
         raise AssertionError("the last try raises")
 
-    async def _transaction(self, con: Lendable, make: Make[T], opening: Sequence[Ask]) -> T:
+    async def _transaction(self, con: Lendable, make: Make[T], opening: Sequence[Ask], once: bool) -> T:
         work = self.work()
         steps = make(work)
         try:
             asks = next(steps)
-            answers = await self.ask(con, [*opening, *asks])
-            work.now = answers[len(opening) - 1].rows[0][0]
+            ending = (COMMIT,) if once else ()
+            answers = await self.ask(con, [*opening, *asks, *ending])
+            work.now = answers[1].rows[0][0]
             self._clock.sample(work.now)
-            value = await self.carry(con, steps, answers[len(opening) :])
-            await self.ask(con, [Ask("COMMIT")])
+            value = await self.carry(con, steps, answers[2 : 2 + len(asks)], last=once)
+            if not once:
+                await self.ask(con, [COMMIT])
         except BaseException:
             await self.undo(con)
             raise
@@ -260,12 +263,19 @@ class Database:
         return value
 
     async def carry(
-        self, con: psycopg.AsyncConnection[Row], steps: Operation[T], answers: list[Answer] | None = None
+        self,
+        con: psycopg.AsyncConnection[Row],
+        steps: Operation[T],
+        answers: list[Answer] | None = None,
+        *,
+        last: bool = False,
     ) -> T:
-        """Carry an operation to its end inside the transaction that is open."""
+        """Carry an operation to its end inside the transaction that is open, or has ended with the `last` answers."""
         try:
             asks = next(steps) if answers is None else steps.send(answers)
             while True:
+                if last:
+                    raise RuntimeError(f"an operation that asks once asks again: {asks[0].text}")
                 asks = steps.send(await self.ask(con, asks))
         except StopIteration as end:
             value: T = end.value

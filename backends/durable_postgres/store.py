@@ -76,7 +76,7 @@ class Store:
             return Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
         if not request.alone:
             # Should the server lose this commit in a crash, the runs are pending again, and nobody ever has the same fence.
-            found = await self._write(lambda work: claim.quick(work, request), durable=False)
+            found = await self._write(lambda work: claim.quick(work, request), durable=False, once=True)
             if found.again:
                 return Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
             if found.runs and found.ending:
@@ -88,7 +88,7 @@ class Store:
     async def renew(self, renewals: Sequence[m.Renewal], *, lease: Micros) -> Sequence[m.Renewed]:
         """See `settle.renew`."""
         self._weigh(renewal.progress for renewal in renewals)
-        return await self._write(lambda work: settle.renew(work, renewals, lease), durable=False)
+        return await self._write(lambda work: settle.renew(work, renewals, lease), durable=False, once=True)
 
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
         """See `settle.settle`."""
@@ -167,7 +167,7 @@ class Store:
 
     async def schedules(self, *, scope: Scope, schedule_ids: Sequence[str] = ()) -> Sequence[m.Schedule]:
         """See `schedules.schedules`."""
-        return await self._read(lambda work: schedules.schedules(work, scope, schedule_ids))
+        return await self._read(lambda work: schedules.schedules(work, scope, schedule_ids), once=False)
 
     async def due_schedules(self, *, scope: Scope, limit: int) -> tuple[m.Instant, Sequence[m.Schedule]]:
         """See `schedules.due`."""
@@ -210,16 +210,16 @@ class Store:
 
     async def stats(self, *, scope: Scope) -> Sequence[m.QueueStats]:
         """See `views.stats`."""
-        return await self._read(lambda work: views.stats(work, scope))
+        return await self._read(lambda work: views.stats(work, scope), once=False)
 
     async def register(self, worker: m.WorkerRecord) -> None:
         """See `upkeep.register`."""
         self._may_claim()
-        await self._write(lambda work: upkeep.register(work, worker))
+        await self._write(lambda work: upkeep.register(work, worker), once=True)
 
     async def unregister(self, worker_id: str) -> None:
         """See `upkeep.unregister`."""
-        await self._write(lambda work: upkeep.unregister(work, worker_id))
+        await self._write(lambda work: upkeep.unregister(work, worker_id), once=True)
 
     async def workers(self, *, scope: Scope) -> Sequence[m.WorkerRecord]:
         """See `upkeep.workers`."""
@@ -235,7 +235,7 @@ class Store:
 
     async def explain(self, run_id: str, *, scope: Scope) -> m.Explanation:
         """See `views.explain`."""
-        return await self._read(lambda work: views.explain(work, run_id, scope))
+        return await self._read(lambda work: views.explain(work, run_id, scope), once=False)
 
     async def audit(self, *, scope: Scope) -> Sequence[m.Finding]:
         """See `audit.audit`."""

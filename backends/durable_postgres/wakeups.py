@@ -174,7 +174,7 @@ class _Sender:
             return (yield from rows(NOTIFY, channel, _payloads(topics)))
 
         try:
-            await self._database.write(notify, durable=False)
+            await self._database.write(notify, durable=False, once=True)
         except DurableError as error:
             log.info("a notification was lost, others find the news with their next poll: %s", error.message)
         self._next = self._loop.time() + THROTTLE

@@ -45,7 +45,11 @@ def _bench() -> tuple[str, psycopg.Connection[Any], sql.Composed]:
     now(now(backend.open(url, settings=Settings(), auto_migrate=True)).close())
     con = psycopg.connect(database.url, autocommit=True)
     tables = [name for (name,) in con.execute(TABLES)]
-    return url, con, sql.SQL("; ").join(sql.SQL("DELETE FROM public.{}").format(sql.Identifier(name)) for name in tables)
+    return (
+        url,
+        con,
+        sql.SQL("; ").join(sql.SQL("DELETE FROM public.{}").format(sql.Identifier(name)) for name in tables),
+    )
 
 
 class PostgresDriver(Driver):
