@@ -33,7 +33,7 @@ JOB_GROUPS = {  # what a job needs beside the project itself; any other job gets
     "demo": (),
     "tests": ("nox", "test"),
     "lint": ("nox", "lint"),
-    "types": ("nox", "types"),
+    "types": ("nox", "test"),
     "docs": ("nox", "test"),
     "wheel": ("nox", "wheel"),
 }

@@ -90,7 +90,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Two type checkers, both strict: the project is used by people of either."""
-    _install(session, "types", extra="testing")
+    _install(session, "test", extra="testing")
     session.run("mypy", *session.posargs)
     session.run("pyright", "--pythonpath", _python(session), *session.posargs)
 
