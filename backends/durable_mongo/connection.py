@@ -138,7 +138,7 @@ class Database:
                 home = await self.home()
                 with pymongo.timeout(max(give_up - time.monotonic(), 1.0)):
                     if self.clock.stale:
-                        await self._sample(home.client)
+                        await self.greet(home.client)
                     value: T = await once(home, operation)
                 return value
             except (PyMongoError, OSError, ValueError) as error:
@@ -154,11 +154,13 @@ class Database:
             await asyncio.sleep(pause * random.random())
             pause = min(pause * 2, LONGEST_PAUSE)
 
-    async def _sample(self, client: Client) -> None:
+    async def greet(self, client: Client) -> Mapping[str, Any]:
+        """Ask the primary who it is, and take a sample of its clock."""
         sent = boottime()
-        reply = await client.admin.command("hello")
+        reply: Mapping[str, Any] = await client.admin.command("hello")
         server: datetime = reply["localTime"]
         self.clock.sampled(sent, boottime(), server if server.tzinfo is not None else server.replace(tzinfo=UTC))
+        return reply
 
     async def _without(self, home: _Home, operation: Operation[T]) -> T:
         work = Work(home.tables, None, self.clock, self.settings)

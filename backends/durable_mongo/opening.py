@@ -104,8 +104,7 @@ async def open_database(
 async def _prepare(database: Database, auto_migrate: bool | None) -> None:
     try:
         home = await database.home()
-        hello = await home.client.admin.command("hello")
-        refuse_standalone(hello)
+        refuse_standalone(await database.greet(home.client))
         native = home.client.get_database(database.name)
         found, vital = await schema.status(native, database.renames)
         outdated = found.found is None or found.found < found.wanted or found.missing
