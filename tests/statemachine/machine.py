@@ -26,20 +26,7 @@ LEASE = 10 * SECOND + 1  # odd, where every move of the clock is even: no lease 
 TENANT = m.tenant_id("acme")
 REACHED: set[tuple[m.Status | None, m.Status, str]] = set()
 FUNCTIONS = [("f", None), ("f", "1"), ("g", None)]
-SCENES = [
-    "nothing",
-    "held",
-    "graph",
-    "broken graph",
-    "late",
-    "family",
-    "lapsed",
-    "poisoned",
-    "asleep",
-    "asked",
-    "again",
-    "ended",
-]
+SCENES = ("nothing held graph broken-graph late family lapsed poisoned asleep asked again ended stolen purged").split()
 PICK = st.integers(0, 40)
 FEW = st.integers(1, 4)
 SCOPES = st.sampled_from([m.ALL, m.ALL, None, TENANT])
@@ -74,6 +61,7 @@ class Machine(RuleBasedStateMachine):
     """The holder's half; the scenes also use the other one's `promote`, `sweep`, `send`, `ask` and `retry_one`."""
 
     promote: Any
+    purge: Any
     sweep: Any
     send: Any
     ask: Any
@@ -99,15 +87,29 @@ class Machine(RuleBasedStateMachine):
         """Where an example begins. Some states lie too deep to be found often; together the scenes make every transition."""
         if scene == "nothing":
             return
-        if scene in ("graph", "broken graph"):
+        if scene in ("graph", "broken-graph"):
             self.submit_graph(None, None)
         elif scene == "late":
             self.submit([self.new(name="f", deadline_after=4 * SECOND), self.new(name="f")])
             self.driver.time += 6 * SECOND
+        elif scene == "purged":
+            self.submit([self.new(name="f", idempotency_key=key, keep=20 * SECOND) for key in ("k1", "k2")])
         else:
             self.submit([self.new(name="f") for _ in range(4)])
         leases = self.claim_by(self.request(queues={"default": 9}))
-        if scene == "broken graph":
+        self.go_deeper(scene, leases)
+
+    def go_deeper(self, scene: str, leases: list[m.Lease]) -> None:
+        if scene == "stolen":
+            self.driver.time += 12 * SECOND
+            self.sweep()
+            self.claim_by(self.request())
+        elif scene == "purged":
+            self.settle_all(leases, ["completed", "failed"])
+            self.driver.time += 30 * SECOND
+            self.purge(1)
+            self.submit([self.new(name="f", idempotency_key="k1"), self.new(name="f", idempotency_key="k2")])
+        elif scene == "broken-graph":
             self.settle_all(leases[-1:], ["failed"])
             self.retry_one(leases[-1].run_id)
         elif scene == "family":
@@ -147,7 +149,7 @@ class Machine(RuleBasedStateMachine):
     def lease(self, pick: int) -> m.Lease:
         """Mostly one that is held; now and then one that is not."""
         live = self.live()
-        some = self.leases if pick % 8 == 7 or not live else live
+        some = self.leases if pick % 4 == 3 or not live else live
         return some[pick % len(some)]
 
     def run_id(self, pick: int) -> str:
@@ -364,7 +366,7 @@ class Machine(RuleBasedStateMachine):
             return m.Suspended(
                 until=[None, self.driver.time + 20 * SECOND, self.driver.time - SECOND][detail % 3],
                 waiting_for='{"signals":["go"]}',
-                wake_seq=0 if row is None else row.wake_seq - (detail == 7),
+                wake_seq=0 if row is None else row.wake_seq - (detail >= 6),
                 wake_after=min(len(children), 1 + detail % 2),
                 wake_delay=[0, 4 * SECOND][detail // 2 % 2],
                 wake_on_failure=detail >= 4,
