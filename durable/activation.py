@@ -123,9 +123,12 @@ class Activation:
                 self.body.start(entry)
                 self.wake()
             await self._ended
-            self._warn("steps refuse to end and are left to themselves", await self.execution.ended())
+            alive = await self.execution.ended()
+            self._warn("steps refuse to end and are left to themselves", alive)
             if not await self.body.dead():
                 self._warn("does not come back and is left to itself", ["the thread of the body"])
+            elif not alive:
+                self._let_go()
         except asyncio.CancelledError:
             self._put_aside()
             raise
@@ -138,18 +141,21 @@ class Activation:
 
     def ask_cancel(self, reason: str) -> None:
         """A cancel was asked for; it is delivered at the frontier (43). Ignored past the pivot. The first ask counts."""
-        self.outside.ask_cancel(reason)
-        self.wake()
+        if not self.over:
+            self.outside.ask_cancel(reason)
+            self.wake()
 
     def time_out(self, kind: str) -> None:
         """The deadline or the cap of one execution has passed; delivered at the frontier."""
-        self.outside.time_out(kind)
-        self.wake()
+        if not self.over:
+            self.outside.time_out(kind)
+            self.wake()
 
     def news(self) -> None:
         """The inbox may have news: it is read again if the body waits for something that comes from there, or rests."""
-        self.outside.stale = True
-        self.wake()
+        if not self.over:
+            self.outside.stale = True
+            self.wake()
 
     def tick(self) -> None:
         """The store's clock may have moved (a manual clock in tests)."""
@@ -159,6 +165,11 @@ class Activation:
         """Put the body aside (28a). Returns when it is dead or dropped and its steps have ended."""
         self._put_aside()
         await self._dead.wait()
+
+    def _let_go(self) -> None:
+        """Nothing of it lives: cut the circles of references, so that all of it goes now and not when the collector comes round."""
+        for part in (self.body, self.execution, self.outside):
+            part.let_go()
 
     def _put_aside(self) -> None:
         if not self.over:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from .branches import BodyFuture, BranchTask, Host, Scope, Stand, Timer
+from .branches import BodyFuture, BranchTask, Host, Nobody, Scope, Stand, Timer
 from .errors import Misuse, SpinningError
 from .model import Instant
 from .settings import SECOND
@@ -53,7 +53,7 @@ class BodyLoop(asyncio.AbstractEventLoop):
     """One per activation (R2). `time()` is seconds since the run began, as of the last delivered record (R8)."""
 
     def __init__(self, host: Host, salt: str, started: Instant) -> None:
-        self.host = host
+        self.host: Host = host
         self.started = started
         self.now: Instant = started
         self.ready: collections.deque[asyncio.Handle] = collections.deque()
@@ -330,6 +330,12 @@ class BodyLoop(asyncio.AbstractEventLoop):
                 self.host.unhandled({"message": "a branch that is dropped raised", "exception": error, "task": task})
         self.ready.clear()
         return [_named(task) for task in left]
+
+    def let_go(self) -> None:
+        """After `dead`: cut the circles of references between loop, body and activation."""
+        self.host = Nobody()
+        self.main = None
+        self.tasks.clear()
 
     def _unfinished(self) -> list[BranchTask]:
         main = () if self.main is None else (self.main,)

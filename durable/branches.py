@@ -30,6 +30,19 @@ class Host(Protocol):
         """An exception that nobody retrieved, a callback that raised."""
 
 
+class Nobody:
+    """The host of a loop whose activation is over."""
+
+    def registered(self, waiter: Any, name: str) -> None:
+        """Nothing is made any more."""
+
+    def dropped(self, waiter: Any) -> None:
+        """Nothing is recorded any more."""
+
+    def unhandled(self, context: dict[str, Any]) -> None:
+        """Silent, as in every teardown."""
+
+
 class Scope:
     """A branch: its path, how often each name was called in it, how many branches it opened, and its shields."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import functools
 import hashlib
 import hmac
 import logging
@@ -31,7 +32,7 @@ from .model import Instant, RecordKind
 from .places import caller
 from .settings import Duration, Micros, micros
 from .signals import Signal
-from .steps import STEP_KEY, StepPlan, checked_name, plan_of
+from .steps import STEP_KEY, Plans, StepPlan, checked_name, plan_of
 from .threadbody import ThreadBody, ThreadCall
 
 if TYPE_CHECKING:
@@ -45,30 +46,30 @@ Tx = TypeVar("Tx")
 _NO_DEFAULT: Any = object()
 
 
-def _plan(fn: Any, *, skip_first: bool = False) -> StepPlan:
+def _plan(fn: Any, own: Plans, *, skip_first: bool = False) -> StepPlan:
     plan = getattr(fn, "plan", None)
     if isinstance(plan, StepPlan):
         return plan if not skip_first else dataclasses.replace(plan, signature=Signature.of(plan.fn, skip_first=True))
     if getattr(fn, "__durable_function__", False):
         steps.refuse_durable_function(fn)
-    return plan_of(fn, skip_first=skip_first)
+    return plan_of(fn, skip_first=skip_first, own=own)
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
     """Silent while the body replays; every line knows its run."""
 
-    def __init__(self, context: _Facts) -> None:
-        super().__init__(logging.getLogger(f"durable.run.{context.function}"), {})
-        self._context = context
+    def __init__(self, host: Activation, function: str, facts: Mapping[str, object]) -> None:
+        super().__init__(logging.getLogger(f"durable.run.{function}"), {})
+        self._host = host
+        self._facts = facts
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
         """Not in replay: the line was written when it was new."""
-        return not self._context.replaying and super().isEnabledFor(level)
+        return not self._host.replaying and super().isEnabledFor(level)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Add run_id, function and attempt to the record; what the caller passes as extra stays."""
-        facts = {"run_id": self._context.run_id, "function": self._context.function, "attempt": self._context.attempt}
-        kwargs["extra"] = {**facts, **(kwargs.get("extra") or {})}
+        kwargs["extra"] = {**self._facts, **(kwargs.get("extra") or {})}
         return msg, kwargs
 
 
@@ -78,13 +79,19 @@ class _Facts:
     def __init__(self, host: Activation, function: str) -> None:
         run = host.run_record
         self._host = host
+        self._plans: Plans = {}
         self.function = function
         self.run_id: str = run.run_id
         self.tenant: UUID | None = run.tenant
         self.attempt: int = run.failures + 1
         self.tags: Mapping[str, str] = run.tags
         self.scheduled_for: datetime | None = None if run.scheduled_for is None else moment(run.scheduled_for)
-        self.log = _Log(self)
+
+    @functools.cached_property
+    def log(self) -> _Log:
+        """For lines about the run: silent in replay, each with run_id, function and attempt."""
+        facts = {"run_id": self.run_id, "function": self.function, "attempt": self.attempt}
+        return _Log(self._host, self.function, facts)
 
     @property
     def replaying(self) -> bool:
@@ -220,7 +227,7 @@ class Context(_Facts):
         """
         self._here("step")
         call = Call(loop=self._loop)
-        plan = _plan(fn)
+        plan = _plan(fn, self._plans)
         self._step(call, plan, args, kwargs)
         call.place = caller(1)
         return self._made(call, plan.name)
@@ -235,7 +242,7 @@ class Context(_Facts):
         self._here("transaction")
         settings = self._host.recorder.settings
         call = Call(loop=self._loop)
-        plan = _plan(fn, skip_first=True)
+        plan = _plan(fn, self._plans, skip_first=True)
         if not plan.coroutine:
             raise Misuse(
                 f"{plan.name!r} is a def function", hint="a transaction awaits its connection: make it async def"
@@ -358,7 +365,7 @@ class SyncContext(_Facts):
         """Run a `def` function in this thread, at least once, and record its result once. As `Context.step`."""
         self._here("step")
         call = ThreadCall(self._thread)
-        plan = _plan(fn)
+        plan = _plan(fn, self._plans)
         if plan.coroutine:
             raise Misuse(
                 f"{plan.name!r} is an async def step in a def body", hint="make the body async def, or the step def"

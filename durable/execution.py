@@ -97,6 +97,10 @@ class Execution:
                 return sorted(runners.values()) or ["a thread of a def step"]
             await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
+    def let_go(self) -> None:
+        """Everything has ended: cut the circle of references with the activation."""
+        del self.host
+
     def _in_thread(self, work: Callable[[], Any]) -> Awaitable[Any]:
         future = asyncio.ensure_future(self.host.recorder.run_blocking(work))
         self._threads.add(future)

@@ -227,6 +227,10 @@ class Outside:
             for task in list(self.tasks):
                 task.cancel()
 
+    def let_go(self) -> None:
+        """The activation is over and no task is left: cut the circle of references with it."""
+        del self.host
+
     # -- rest -------------------------------------------------------------------------------------------------------------------
 
     def rest(self, until: Instant | None) -> Rest:

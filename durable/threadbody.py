@@ -141,6 +141,10 @@ class ThreadBody:
             await asyncio.wait([self._gone], timeout=LONGEST_DEATH)
         return self._thread is None or self._gone.done()
 
+    def let_go(self) -> None:
+        """After `dead`: cut the circle of references between body and activation. The thread has told its last."""
+        self.host = None
+
     # -- in the thread ------------------------------------------------------------------------------------------------------
 
     def _run(self, entry: Callable[[], Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import time
 from datetime import datetime, timedelta
 from typing import Any
@@ -13,6 +14,9 @@ from engine.conftest import Seen, until
 
 import durable
 from durable import Registry
+from durable.activation import Activation
+from durable.bodyloop import BodyLoop
+from durable.branches import BranchTask
 from durable.model import ErrorKind
 from durable.settings import SECOND
 
@@ -132,6 +136,26 @@ async def test_many_runs_at_once_all_land(client: durable.Client, seen: Seen) ->
         results = await asyncio.gather(*(run.result() for run in runs))
     assert results == [2 * n for n in range(200)]
     assert await client.count(status="completed") == 200
+
+
+async def test_runs_that_have_left_are_freed_without_the_garbage_collector(client: durable.Client) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with worker(client, concurrency=20):
+            for run in [
+                *await client.start_many(total, [[n, n] for n in range(30)]),
+                await client.start(blocking_total, [1]),
+            ]:
+                await run.result()
+            await until(lambda: not _alive(), "the runs to be freed")
+    finally:
+        gc.enable()
+
+
+def _alive() -> list[Any]:
+    parts = (Activation, BodyLoop, BranchTask, durable.Context, durable.SyncContext)
+    return [one for one in gc.get_objects() if isinstance(one, parts)]
 
 
 async def test_concurrent_starts_share_writes(client: durable.Client, seen: Seen) -> None:
