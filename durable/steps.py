@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
-from .codec import Codec, Signature, error_data, error_envelope, value_envelope
+from .codec import Codec, Signature, error_data, error_envelope, lasting, value_envelope
 from .errors import Misuse, RegistrationError, SerializationError, StepTimeout
 from .retry import Retry
 from .settings import SECOND, Micros
@@ -78,12 +78,23 @@ def _cached_plan(fn: Callable[..., Any], skip_first: bool) -> StepPlan:
     return StepPlan.of(fn, skip_first=skip_first)
 
 
-def plan_of(fn: Callable[..., Any], *, skip_first: bool = False) -> StepPlan:
-    """The plan of a plain callable: one attempt, no time limit."""
-    try:
+Plans: TypeAlias = dict[tuple[Callable[..., Any], bool], StepPlan]
+"""Plans that one body has made: they go when it goes."""
+
+
+def plan_of(fn: Callable[..., Any], *, skip_first: bool = False, own: Plans | None = None) -> StepPlan:
+    """The plan of a plain callable: one attempt, no time limit. Kept for ever where the callable stays anyway, else in `own`."""
+    if lasting(fn):
         return _cached_plan(fn, skip_first)
+    if own is None:
+        return StepPlan.of(fn, skip_first=skip_first)
+    try:
+        plan = own.get((fn, skip_first))
     except TypeError:  # it can not be hashed
         return StepPlan.of(fn, skip_first=skip_first)
+    if plan is None:
+        plan = own[fn, skip_first] = StepPlan.of(fn, skip_first=skip_first)
+    return plan
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -14,7 +14,7 @@ Nothing here does I/O, keeps a value it was given, or ever loads code named by s
 
 from .failures import ErrorData, error, error_data, rebuild
 from .payload import Codec, digest, error_envelope, open_envelope, read_envelope, value_envelope
-from .signature import Signature
+from .signature import Signature, lasting
 from .typed import UNTYPED
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "error",
     "error_data",
     "error_envelope",
+    "lasting",
     "open_envelope",
     "read_envelope",
     "rebuild",

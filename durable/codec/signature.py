@@ -64,10 +64,7 @@ class Signature:
     @classmethod
     def of(cls, fn: Callable[..., Any], *, skip_first: bool) -> Signature:
         """The signature of a callable; `skip_first` leaves out the context (RegistrationError if there is none)."""
-        try:
-            return _cached(fn, skip_first)
-        except TypeError:  # a callable object that can not be hashed
-            return cls(fn, skip_first=skip_first)
+        return _cached(fn, skip_first) if lasting(fn) else cls(fn, skip_first=skip_first)
 
     @property
     def returns(self) -> Any:
@@ -167,7 +164,9 @@ class Signature:
                 raise SerializationError(f"{self.name} has no parameter {name!r}, but one is stored", path=f"$.{name}")
             kwargs[name] = shape.from_plain(named[name], f"$.{name}")
         if self._simple and not kwargs and len(args) == len(self._positional):
-            return tuple(args), kwargs  # the usual form fits by its shape; `bind` would take most of the time of a decode
+            return tuple(
+                args
+            ), kwargs  # the usual form fits by its shape; `bind` would take most of the time of a decode
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -212,6 +211,14 @@ class Signature:
                 f"{self.name}: {what} ({annotation!r}) can not be resolved: {error}",
                 hint="define or import its names at the top of the module, not only under TYPE_CHECKING",
             ) from error
+
+
+def lasting(fn: object) -> bool:
+    """Does it live as long as the program anyway? What is made while it runs (a closure, a method of an object, a partial) keeps
+    alive what it was made with; a cache that kept it would keep whole runs."""
+    if isinstance(fn, types.FunctionType):
+        return fn.__closure__ is None and "<locals>" not in fn.__qualname__
+    return isinstance(fn, type) and "<locals>" not in fn.__qualname__
 
 
 @functools.lru_cache(maxsize=4_096)
