@@ -8,6 +8,7 @@ runs a body, and nothing talks to a store.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -229,7 +230,11 @@ class Function(Generic[P, R_co]):
             "tags": tags,
             "detached": detached,
         }
-        return Function(self.fn, self.declared, checked(given, self.options))
+        options = checked(given, self.options)
+        self.fingerprint  # noqa: B018 -- reading the source takes milliseconds: once per function, not once per start
+        made = copy.copy(self)
+        made.options = options
+        return made
 
     # -- for the engine (replay.Program) ----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
@@ -293,6 +294,16 @@ def test_arguments_are_stored_in_one_form_with_their_defaults() -> None:
     assert fn.encode_arguments(codec, (2,), {}) == '[[2,"w"],{}]'
     assert fn.encode_arguments(codec, (), {"number": 2, "word": "w"}) == '[[2,"w"],{}]'
     assert fn.decode_result(fn.encode_result("ww", codec), codec) == "ww"
+
+
+def test_the_source_of_a_function_is_read_once_and_not_for_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[object] = []
+    source = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda fn: reads.append(fn) or source(fn))
+    fn = declared()
+    prints = {fn.using(idempotency_key=str(n)).using(priority=n).fingerprint for n in range(5)}
+    assert prints == {fn.fingerprint}
+    assert len(reads) == 1
 
 
 def test_the_fingerprint_follows_the_code_and_not_its_comments() -> None:
