@@ -44,7 +44,7 @@ class Slots:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self.give()  # the slot was handed over in the same moment
-            else:
+            elif waiter in self._waiters:  # it is not, if a slot that became free meanwhile passed it over
                 self._waiters.remove(waiter)
             raise
 

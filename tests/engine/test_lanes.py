@@ -139,6 +139,18 @@ async def test_a_slot_that_is_handed_to_a_cancelled_waiter_is_not_lost() -> None
     await until(lambda: slots.taken == 0)
 
 
+async def test_a_waiter_that_was_cancelled_before_a_slot_became_free_is_passed_over() -> None:
+    slots = Slots(1, lambda: None)
+    slots.occupy()
+    waiter = asyncio.create_task(slots.take())
+    await asyncio.sleep(0)
+    waiter.cancel()
+    slots.give()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert (slots.taken, slots.free) == (0, 1)
+
+
 async def test_threads_deliver_results_and_errors_and_are_kept_for_the_next_call() -> None:
     threads = Threads(2, "test")
     assert await asyncio.gather(*(threads.run(lambda n=n: n) for n in range(20))) == list(range(20))  # type: ignore[misc]
