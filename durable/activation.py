@@ -228,10 +228,13 @@ class Activation:
         self._queued = False
         if self.over:
             return
-        if self.rest is not None:
-            self._look_up()
-        elif self._going_on is None and self._deliver():
-            self._proceed()
+        try:
+            if self.rest is not None:
+                self._look_up()
+            elif self._going_on is None and self._deliver():
+                self._proceed()
+        except Exception as error:  # noqa: BLE001 - a callback has no caller: unseen, the run would be held for ever
+            self.fault(error)
 
     def _deliver(self) -> bool:
         """Drain, deliver one record, drain, to the frontier. False: it is over, or goes on later (R13, pump steps 1 to 3)."""
@@ -246,8 +249,7 @@ class Activation:
                 self._end(Spinning(error))
                 return False
             except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt in a branch: not the run's failure, the worker's
-                self._failure = error
-                self._end(PutAside())
+                self.fault(error)
                 return False
             if self._mismatch is not None or body.poison is not None or body.done:
                 self._finish()
@@ -366,8 +368,9 @@ class Activation:
             self.interrupt(error)
         finally:
             self._going_on = None
-            self.execution.resume()
-            self.wake()
+            if not self.over:
+                self.execution.resume()
+                self.wake()
 
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
@@ -375,6 +378,12 @@ class Activation:
         """The recorder gave up: nothing more can be written."""
         if not self.over:
             self._end_soon(Interrupted(error))
+
+    def fault(self, error: BaseException) -> None:
+        """Something in here raised that should not have: `run()` raises it, nothing is recorded any more."""
+        self._failure = self._failure or error
+        if not self.over:
+            self._end_soon(PutAside())
 
     def _finish(self) -> None:
         """The body is over, or can not go on: which ending is it?"""
@@ -441,11 +450,14 @@ class Activation:
 
     def _tear_down(self) -> None:
         """Unfinished branches are cancelled with the context closed, runners are cancelled (28, 28a, R14, R15)."""
-        self.execution.stop()
-        left_over = self.body.left_over() if isinstance(self._ending, Returned) else []
-        dropped = self.body.close_down(self.recorder.settings.teardown_rounds)
-        self._warn("returned with branches left; they were cancelled", left_over)
-        self._warn("left branches that refuse to end; they were dropped", dropped)
+        try:
+            self.execution.stop()
+            left_over = self.body.left_over() if isinstance(self._ending, Returned) else []
+            dropped = self.body.close_down(self.recorder.settings.teardown_rounds)
+            self._warn("returned with branches left; they were cancelled", left_over)
+            self._warn("left branches that refuse to end; they were dropped", dropped)
+        except Exception as error:  # noqa: BLE001 - as in the pump
+            self.fault(error)
         if not self._ended.done():
             self._ended.set_result(None)
 

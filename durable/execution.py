@@ -88,7 +88,8 @@ class Execution:
         """Return when nothing of the activation runs any more, threads of its steps included (R15); bounded, then dropped (28)."""
         until = self.host.outer.time() + LONGEST_DEATH
         while True:
-            runners = {call.runner: call.step_id for call in self.running if call.runner is not None}
+            # One that was cancelled before its first turn never took itself out.
+            runners = {c.runner: c.step_id for c in self.running if c.runner is not None and not c.runner.done()}
             waiting: set[asyncio.Future[Any]] = {*runners, *self.host.outside.tasks, *self._threads}
             if not waiting:
                 return []

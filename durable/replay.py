@@ -233,7 +233,8 @@ _POSITION = "__durable_position__"
 
 def mark_position(error: BaseException, position: int) -> None:
     """Keep on a delivered failure where it is recorded (50)."""
-    setattr(error, _POSITION, position)
+    # Not setattr: a class may refuse attributes (a frozen dataclass does).
+    object.__setattr__(error, _POSITION, position)
 
 
 def failed_positions(error: BaseException | None) -> tuple[int, ...]:

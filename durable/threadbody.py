@@ -206,14 +206,17 @@ class ThreadBody:
     def _arrived(self, call: ThreadCall, name: str) -> None:
         self._open = call
         self.busy = False
-        if self.closed:
-            self.close_down(self._refusals_allowed)
-        elif self.host.interruption is not None and not self.root.shields:
-            self.root.step_id(name)
-            call.refuse()
-        else:
-            self.host.registered(call, name)
-            self.host.wake()
+        try:
+            if self.closed:
+                self.close_down(self._refusals_allowed)
+            elif self.host.interruption is not None and not self.root.shields:
+                self.root.step_id(name)
+                call.refuse()
+            else:
+                self.host.registered(call, name)
+                self.host.wake()
+        except Exception as error:  # noqa: BLE001 - a callback has no caller, and the thread would stand still for ever
+            self.host.fault(error)
 
     def _refuse(self) -> None:
         self._refusals += 1

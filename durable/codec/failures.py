@@ -135,9 +135,9 @@ def rebuild(data: ErrorData, step_id: str = "") -> Exception:
     if made is None:
         made = StepFailed(data.message, step_id=step_id, type_name=data.type_name, traceback=data.traceback)
     elif data.traceback:
-        made.add_note(
-            f"recorded failure of step {step_id}, raised there as:\n{data.traceback}" if step_id else data.traceback
-        )
+        note = f"recorded failure of step {step_id}, raised there as:\n{data.traceback}" if step_id else data.traceback
+        # Not add_note: a class that refuses attributes (a frozen dataclass) refuses that, too.
+        object.__setattr__(made, "__notes__", [*getattr(made, "__notes__", ()), note])
     return made
 
 

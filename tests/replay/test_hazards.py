@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
+import functools
 import gc
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 from replay.programs import Wanted
 from replay.stage import Stage, declared, play, twice
 
-from durable.context import Context
+from durable.activation import Activation
+from durable.codec import error as durable_error
+from durable.context import Context, SyncContext
 from durable.errors import Misuse, NonDeterminismError, SpinningError, StepFailed, StuckError
+from durable.function import step as durable_step
 from durable.model import RecordKind
 from durable.replay import CancelledEnding, Mismatch, MisuseEnding, PutAside, Raised, Returned, Spinning, Stuck
+from durable.retry import Retry
 from durable.settings import SECOND
 
 ran: list[Any] = []
@@ -652,3 +659,109 @@ async def seen() -> None:
 
     played = await twice(body)
     assert [(record.step_id, record.seen) for record in played.records] == [("work#2", -1), ("work#3", 0), ("work", -1)]
+
+
+@durable_error
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+@durable_error
+class Closed(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise RuntimeError("no attributes, please")
+
+
+@pytest.mark.parametrize("error", [Frozen(3), Closed("x")])
+async def test_an_error_whose_class_refuses_attributes_survives_the_journal_with_its_position(error: Exception) -> None:
+    async def fails() -> None:
+        raise error
+
+    async def body(ctx: Context) -> None:
+        await ctx.step(work, 1)
+        await ctx.step(fails)
+
+    played = await twice(body)
+    assert isinstance(played.ending, Raised)
+    assert (type(played.ending.error), played.ending.error.args) == (type(error), error.args)
+    assert played.ending.positions == (1,)
+
+
+async def test_an_error_inside_the_pump_is_raised_and_the_run_is_not_held_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(ctx: Context) -> None:
+        await ctx.step(work, 1)
+
+    def sync_body(ctx: SyncContext) -> None:
+        ctx.sleep(1)
+
+    def broken(*_: object) -> None:
+        raise AttributeError("a defect of ours")
+
+    for made, place in ((body, "_proceed"), (sync_body, "_proceed"), (sync_body, "registered"), (body, "_look_up")):
+        with monkeypatch.context() as patched:
+            stage = Stage()
+            stage.frozen = place == "_look_up"
+            activation = stage.begin(declared(sleeping if place == "_look_up" else made))
+            patched.setattr(Activation, place, broken)
+            running = asyncio.ensure_future(activation.run())
+            if place == "_look_up":
+                while activation.rest is None:
+                    await asyncio.sleep(0.001)
+                activation.news()
+            with pytest.raises(AttributeError, match="a defect of ours"):
+                await asyncio.wait_for(running, 30)
+
+
+async def sleeping(ctx: Context) -> None:
+    await ctx.sleep(100)
+
+
+async def test_a_run_that_is_put_aside_while_it_waits_for_its_slot_begins_no_step() -> None:
+    async def fails() -> None:
+        ran.append("try")
+        raise ValueError("again")
+
+    step = durable_step(fails).using(retry=Retry(3, initial=60, jitter=0.0))
+
+    async def body(ctx: Context) -> None:
+        await ctx.step(step)
+
+    class Full(Stage):
+        async def take_slot(self) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+    asked = asyncio.Event()
+    stage = Full()
+    activation = stage.begin(declared(body))
+    running = asyncio.ensure_future(activation.run())
+    await asyncio.wait_for(asked.wait(), 30)
+    await asyncio.wait_for(activation.set_aside(), 30)
+    assert isinstance(await running, PutAside)
+    assert ran == ["try"]
+    assert not activation.execution.running
+
+
+async def test_what_a_body_makes_for_its_steps_goes_when_its_run_goes() -> None:
+    class Gateway:
+        async def charge(self) -> int:
+            return 1
+
+    kept: list[weakref.ref[Gateway]] = []
+
+    async def body(ctx: Context) -> int:
+        gateway = Gateway()
+        kept.append(weakref.ref(gateway))
+
+        async def closure() -> int:
+            return await gateway.charge()
+
+        steps = (closure, functools.partial(closure), lambda given=gateway: 1, gateway.charge)
+        return sum([await ctx.step(step) for step in steps for _ in range(2)])
+
+    assert (await twice(body)).value == 8
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
