@@ -23,6 +23,9 @@ from .runner import Host, Running
 FIRST_PAUSE: Micros = 50_000
 RECHECK: Micros = 100_000
 """A claim that found less than it asked for is repeated soon: a contended batch may return fewer while work remains (8)."""
+GATHER: Micros = 50_000
+"""Few free slots are gathered for this long after a claim, so that claims are few and large; then they are filled all the same: beside
+bodies that run for hours no slot stays empty while there is work."""
 WHEN_FULL: Micros = 2_000
 """Pause between two wake-ups while there is no free slot: one is as good as many."""
 
@@ -58,6 +61,8 @@ class Claims:
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._last_work = boottime()
+        self._last_claim: Instant = 0
+        self._gathering: asyncio.TimerHandle | None = None
         self._room_for_alone_until: Instant = 0
         self._no_room_for_alone_before: Instant = 0
 
@@ -134,14 +139,24 @@ class Claims:
     # -- claiming ---------------------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        """How many runs to ask for now: nothing until a quarter of the slots is free, so that claims are few and large."""
+        """How many runs to ask for now. Less than a quarter of the slots is left to grow for a moment."""
         slots = self._host.slots
         free = slots.free
-        if free <= 0 or (self.held and free < max(1, slots.limit // 4)):
+        if free <= 0:
             return 0
-        if self.held and (self._alone or boottime() < self._room_for_alone_until):
-            return 0
+        if self.held:
+            now = boottime()
+            if self._alone or now < self._room_for_alone_until:
+                return 0
+            if free < max(1, slots.limit // 4) and (left := self._last_claim + GATHER - now) > 0:
+                if self._gathering is None:
+                    self._gathering = asyncio.get_running_loop().call_later(left / SECOND, self._gathered)
+                return 0
         return free
+
+    def _gathered(self) -> None:
+        self._gathering = None
+        self._wake.set()
 
     async def _claim(self, room: int) -> int:
         queues: dict[str, int] = {}
@@ -162,7 +177,7 @@ class Claims:
             scope=self._scope,
             alone=not self.held,
         )
-        sent = boottime()
+        self._last_claim = sent = boottime()
         claimed = await self._ask(request, sent)
         if not self.held:
             self._room_for_alone_until = 0

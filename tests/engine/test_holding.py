@@ -18,10 +18,12 @@ from engine.conftest import Seen, until
 
 import durable
 from durable import Registry
+from durable.activation import Activation
 from durable.errors import StoreUnavailable
 from durable.events import (
     BodyAbandoned,
     ChoreFailed,
+    EngineFault,
     FlushFailed,
     LeaseLapsed,
     RenewalFailed,
@@ -29,6 +31,7 @@ from durable.events import (
     RunsReclaimed,
 )
 from durable.model import ALL, ErrorKind, Renewal, Renewed, Status
+from durable.settings import SECOND
 
 declared = Registry("test_holding")
 log: list[str] = []
@@ -661,3 +664,34 @@ async def test_a_queue_with_a_limit_of_its_own_is_claimed_again_as_soon_as_a_run
                 await asyncio.sleep(0.001)
             assert await waits == ["after"] * 6
     assert most == 1
+
+
+async def test_the_last_free_slots_are_filled_beside_bodies_that_run_for_long(client: durable.Client) -> None:
+    async with worker(client, concurrency=8) as working:
+        held = [await client.start(gated, str(n)) for n in range(7)]
+        await until(lambda: working.held == 7)
+        last = await client.start(sleeps, 0)  # one slot of eight is free: less than a quarter
+        assert await asyncio.wait_for(last.result(), 30) == "after"
+        gate.set()
+        assert [await run.result() for run in held] == [str(n) for n in range(7)]
+
+
+async def test_a_fault_of_the_engine_is_reported_and_hands_the_run_back_with_growing_delay(
+    client: durable.Client, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Activation) -> None:
+        raise AttributeError("a defect of ours")
+
+    run = await client.start(gated, "x")
+    monkeypatch.setattr(Activation, "_proceed", broken)
+    async with worker(client) as working:
+        await until(lambda: seen.of(EngineFault), "the report")
+        await until(status_of(run, "pending"))
+        assert working.held == 0
+        record = run.record
+        assert record.available_at is not None
+        assert record.available_at - record.updated_at >= SECOND // 2, "it would be claimed again at once"
+        monkeypatch.undo()
+        gate.set()
+        assert await run.result() == "x"
+    assert run.failures == 0
