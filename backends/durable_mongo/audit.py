@@ -144,7 +144,11 @@ RUNS: Final[tuple[_Invariant, ...]] = (
         "running without a lease, a mark, a claim or a start",
         {"status": "running", "$or": [*_gone("leased_until", "claim_token", "mark", "started_at"), {"attempts": {"$lt": 1}}]},
     ),
-    _where("running_is_not_held_back", "running, and still due or blocked", {"status": "running", "$or": _there("blocked_on", "available_at")}),
+    _where(
+        "running_is_not_held_back",
+        "running, and still due or blocked",
+        {"status": "running", "$or": _there("blocked_on", "available_at")},
+    ),
     _where(
         "ready_is_true",
         "in the index of what is ready and not ready, or the other way round",
@@ -222,7 +226,11 @@ RUNS: Final[tuple[_Invariant, ...]] = (
         ],
     ),
     # -- waiting
-    _where("only_suspended_waits", "it waits for ends of runs although it is not suspended", {"wake_after": {"$gt": 0}, "status": {"$ne": "suspended"}}),
+    _where(
+        "only_suspended_waits",
+        "it waits for ends of runs although it is not suspended",
+        {"wake_after": {"$gt": 0}, "status": {"$ne": "suspended"}},
+    ),
     _Invariant(
         "unreleased_counts",
         "an unreleased node whose count is not that of the open runs before it",

@@ -9,6 +9,7 @@ transaction that writes the row of each scope.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -81,51 +82,57 @@ class _Claim:
         self._claims = claims
         self._request = request
         self._routes = routes(request)
-        self._chosen: list[str] | None = None
+        self._mine = False
+        """Whether this call has written the row of its mark."""
 
     # -- without limits ----------------------------------------------------------------------------------------------------
 
     async def take(self, work: Work) -> list[Document] | None:
         """The documents of what it holds. None: a limit or a pause may count, or some head must end here: use a transaction."""
         request = self._request
-        if self._chosen is not None:  # the answer of a try was lost: it may have taken any of these
-            await self._update(work, self._chosen)
-            return await held(work, request.mark)
         names = sorted({name for name, _ in request.functions})
-        before, rules, alone, heads = await asyncio.gather(
+        before, rules, alone, found = await asyncio.gather(
             held(work, request.mark),
             flow.rules_for(work, request.queues, names, request.scope),
             self._lonely(work) if request.alone else _nothing(),
             self._heads(work, self._claims.reach),
         )
-        if before:
+        if before or request.limit < 1:
             return before
-        if request.limit < 1:
-            return []
         if rules or alone:
             return None
-        chosen = self._choose(heads)
+        chosen = self._choose(found, ())
         if not chosen:
             return []
-        if not await _first_of_its_mark(work, request.mark):
-            return await held(work, request.mark)
-        self._chosen = [row["_id"] for row in chosen]
-        taken = await self._update(work, self._chosen)
-        self._learn(taken, len(chosen))
-        rows, late = await asyncio.gather(
-            held(work, request.mark), flow.rules_for(work, request.queues, names, request.scope)
-        )
-        if late:
+        self._mine = self._mine or await _first_of_its_mark(work, request.mark, chosen)
+        if not self._mine:  # another call has this mark: do what it is about to do, which is done once
+            return await self._as_the_first(work)
+        rows = await self._until_full(work, chosen)
+        if await flow.rules_for(work, request.queues, names, request.scope):
             await self._claims._database.write(lambda own: flow.take_late(own, [row["_id"] for row in rows]))
-        if len(rows) < len(chosen) and await self._ends_among(work, self._chosen):
-            await self._claims._database.write(self._land_heads)
-            if not rows:
-                return await self._again(work)
         return rows
 
-    async def _again(self, work: Work) -> list[Document]:
-        """All heads ended here: look once more, in a transaction, under the same mark."""
-        return await self._claims._database.write(self._take_with_care)
+    async def _until_full(self, work: Work, chosen: Sequence[str]) -> list[Document]:
+        """Take the heads; where others were quicker, the next ones; where heads end here, land them and look again."""
+        mark = self._request.mark
+        for _ in range(ROUNDS):
+            got = await self._update(work, chosen)
+            self._learn(got, len(chosen))
+            if got == len(chosen):
+                break
+            await self._land_endings(work, chosen)
+            rows = await held(work, mark)
+            chosen = self._choose(await self._heads(work, self._claims.reach), rows)
+            if not chosen:
+                return rows
+            await work.change_one("durable_permit", {"_id": ticket(mark)}, {"$addToSet": {"chosen": {"$each": chosen}}})
+        return await held(work, mark)
+
+    async def _as_the_first(self, work: Work) -> list[Document]:
+        row = await work.noted("durable_permit", ticket(self._request.mark))
+        if row is not None and row.get("chosen"):
+            await self._update(work, row["chosen"])
+        return await held(work, self._request.mark)
 
     async def _update(self, work: Work, ids: Sequence[str]) -> int:
         going = {
@@ -155,14 +162,18 @@ class _Claim:
             for queue, most in request.queues.items()
         ]
 
-    def _choose(self, found: Sequence[Sequence[Document]]) -> list[Document]:
+    def _choose(self, found: Sequence[Sequence[Document]], taken_already: Sequence[Document]) -> list[str]:
+        """Which of these heads to take, within what is left of the limits."""
         request = self._request
         chosen: list[Document] = []
-        for (_, most), rows in zip(request.queues.items(), found, strict=True):
-            room = min(most, request.limit - len(chosen))
+        for (queue, most), rows in zip(request.queues.items(), found, strict=True):
+            room = min(
+                most - sum(row["queue"] == queue for row in taken_already),
+                request.limit - len(taken_already) - len(chosen),
+            )
             if room > 0:
                 chosen += rows if len(rows) <= room else random.sample(rows, room) if self._claims.reach > 1 else rows[:room]
-        return chosen
+        return [row["_id"] for row in chosen]
 
     async def _lonely(self, work: Work) -> list[Document]:
         request = self._request
@@ -177,14 +188,11 @@ class _Claim:
         }
         return await work.find("durable_run", where, sort=_ORDER, limit=1)
 
-    async def _ends_among(self, work: Work, ids: Sequence[str]) -> bool:
+    async def _land_endings(self, work: Work, ids: Sequence[str]) -> None:
+        """Land those that are still there because they end at a claim."""
         rows = await work.find("durable_run", {"_id": {"$in": list(ids)}, **_READY}, fields=_ENDING)
-        return any(_ending(work, row) is not None for row in rows)
-
-    async def _land_heads(self, work: Work) -> None:
-        rows = await work.find("durable_run", {"_id": {"$in": self._chosen or []}, **_READY}, fields=_ENDING)
-        endings = [ending for ending in (_ending(work, row) for row in rows) if ending is not None]
-        await landing.land(work, endings)
+        if any(_ending(work, row) is not None for row in rows):
+            await self._claims._database.write(functools.partial(_land_heads, ids=[row["_id"] for row in rows]))
 
     # -- with limits -------------------------------------------------------------------------------------------------------
 
@@ -209,30 +217,33 @@ class _Claim:
         if request.alone:
             for _ in range(ROUNDS):
                 rows = [row for row in await self._lonely(work) if f"queue:{row['queue']}" not in closed]
-                admitted = await self._admitted(work, rows)
-                if admitted:
-                    return await self._taken(work, admitted)
+                if await self._take_of(work, rows):
+                    return await held(work, request.mark)
                 if not rows:
                     break
-        permits: dict[str, list[str]] = {}
+        count = 0
         for queue, most in request.queues.items():
-            room = min(most, request.limit - len(permits))
-            if room > 0 and f"queue:{queue}" not in closed:
-                permits.update(await self._from_queue(work, queue, room))
-        return await self._taken(work, permits)
+            room = min(most, request.limit - count)
+            if f"queue:{queue}" not in closed:
+                count += await self._from_queue(work, queue, room)
+        return await held(work, request.mark) if count else []
 
-    async def _from_queue(self, work: Work, queue: str, room: int) -> dict[str, list[str]]:
-        """What to take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
-        found: dict[str, list[str]] = {}
+    async def _from_queue(self, work: Work, queue: str, room: int) -> int:
+        """Take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
+        count = 0
         for _ in range(ROUNDS):
-            # Runs that were chosen in an earlier round are still in the index, and in front.
-            rows = await heads(work, queue, self._routes, self._request.scope, room, whole=True)
-            rows = [row for row in rows if row["_id"] not in found]
-            admitted = await self._admitted(work, rows)
-            found.update(admitted)
-            if len(admitted) == len(rows) or len(found) >= room:
+            if room - count < 1:
                 break
-        return found
+            rows = await heads(work, queue, self._routes, self._request.scope, room - count, whole=True)
+            got = await self._take_of(work, rows)
+            count += got
+            if got == len(rows):
+                break
+        return count
+
+    async def _take_of(self, work: Work, rows: Sequence[Document]) -> int:
+        """Take of these what may go, at once: the next round counts the permits that are taken here."""
+        return await self._taken(work, await self._admitted(work, rows))
 
     async def _admitted(self, work: Work, rows: Sequence[Document]) -> dict[str, list[str]]:
         """Land what ends at a claim; of the rest, those for which every scope has room, with their permits."""
@@ -240,16 +251,14 @@ class _Claim:
         await landing.land(work, [ending for ending in endings.values() if ending is not None])
         return await flow.admit(work, [row for row in rows if endings[row["_id"]] is None])
 
-    async def _taken(self, work: Work, permits: Mapping[str, Sequence[str]]) -> list[Document]:
-        if not permits:
-            return []
+    async def _taken(self, work: Work, permits: Mapping[str, Sequence[str]]) -> int:
         by_permits: dict[tuple[str, ...], list[str]] = {}
         for run_id, texts in permits.items():
             by_permits.setdefault(tuple(texts), []).append(run_id)
         for texts, ids in by_permits.items():
             where = {"_id": {"$in": ids}, "status": "pending"}
             await work.change_many("durable_run", where, taken(work, self._request, permits=texts))
-        return await held(work, self._request.mark)
+        return len(permits)
 
 
 # -- the pieces -------------------------------------------------------------------------------------------------------------
@@ -313,9 +322,14 @@ def ticket(mark: str) -> str:
     return f"~claim:{mark}"
 
 
-async def _first_of_its_mark(work: Work, mark: str) -> bool:
+async def _land_heads(work: Work, ids: Sequence[str]) -> None:
+    rows = await work.find("durable_run", {"_id": {"$in": list(ids)}, **_READY}, fields=_ENDING)
+    await landing.land(work, [ending for ending in (_ending(work, row) for row in rows) if ending is not None])
+
+
+async def _first_of_its_mark(work: Work, mark: str, chosen: Sequence[str]) -> bool:
     try:
-        await work.insert("durable_permit", [{"_id": ticket(mark), "at": stored(work.now)}])
+        await work.note("durable_permit", {"_id": ticket(mark), "chosen": list(chosen), "at": stored(work.now)})
     except PyMongoError as error:
         if faults.duplicate(error):
             return False

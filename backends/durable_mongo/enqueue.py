@@ -110,6 +110,8 @@ class _Batch:
         """Runs that a submit of the same stored coalesce key joins."""
         self.lines: dict[str, bool] = {}
         """Stored sequence keys, and whether somebody is in line."""
+        self.last: dict[str, int] = {}
+        """The newest `submitted` that each of these lines has seen: whoever joins comes after it, whatever two clocks say (75)."""
         self.created: dict[str, Document] = {}
         self.joined: dict[str, Document] = {}
         self.new_keys: list[Document] = []
@@ -155,7 +157,11 @@ class _Batch:
                 self.waiting[row["coalesce_key"]] = self.known.setdefault(row["_id"], row)
 
     async def _look_at_lines(self) -> None:
-        for key in sorted({stored_key(run.tenant, run.sequence_key) for run in self.runs if run.sequence_key is not None}):
+        keys = sorted({stored_key(run.tenant, run.sequence_key) for run in self.runs if run.sequence_key is not None})
+        if keys:
+            rows = await self.work.find("durable_permit", {"_id": {"$in": keys}}, fields=["last"])
+            self.last = {row["_id"]: int(row.get("last", 0)) for row in rows}
+        for key in keys:
             self.lines[key] = await self.work.first("durable_run", {"line": key}, fields=["_id"]) is not None
 
     # -- one run -----------------------------------------------------------------------------------------------------------
@@ -229,6 +235,8 @@ class _Batch:
         self.next_order += 1
         if run.sequence_key is not None:
             line = stored_key(run.tenant, run.sequence_key)
+            document["submitted"] = max(document["submitted"], self.last.get(line, 0) + 1)
+            self.last[line] = document["submitted"]
             if self.lines[line]:
                 document["blocked_on"] = "sequence"
                 _mark_ready(document)
@@ -250,8 +258,8 @@ class _Batch:
                     f"there is no run {run.parent_run_id} to be the parent", hint="a child is of its parent's tenant"
                 )
             marks = self.touched.setdefault(parent["_id"], set())
+            marks.add("has_children")
             if not run.detached:
-                marks.add("has_children")
                 deadline_at = instant(parent, "deadline_at")
                 candidates += [] if deadline_at is None else [deadline_at]
                 if parent["status"] in ENDED and parent["status"] != Status.COMPLETED:
@@ -294,7 +302,7 @@ class _Batch:
         """Write it all. Rows in the order of their keys, so that two batches meet in one order (40)."""
         work = self.work
         if self.lines:
-            await landing.take_turns(work, self.lines)
+            await landing.take_turns(work, self.lines, self.last)
         for run_id, marks in self.touched.items():
             if run_id in self.created:
                 self.created[run_id].update(dict.fromkeys(marks, True))

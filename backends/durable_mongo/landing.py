@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from durable.model import ErrorKind, Failure, Json, Status
@@ -40,6 +40,8 @@ class Ending:
     status: Status
     output: Json | None = None
     failure: Failure | None = None
+    counts: bool = False
+    """An execution failed for the last time: one more of its `failures` (2)."""
 
 
 def ended(work: Work, ending: Ending, *, cancel_children: bool = False) -> list[Stage]:
@@ -55,7 +57,9 @@ def ended(work: Work, ending: Ending, *, cancel_children: bool = False) -> list[
         put["error_positions"] = list(failure.positions) or None
     put["cancel_children"] = True if cancel_children else None
     kept = {"$ceil": {"$divide": [{"$ifNull": ["$keep", work.settings.keep]}, 1_000]}}
-    compute = {"finished_at": now, "updated_at": now, "purge_at": {"$add": [now, {"$toLong": kept}]}}
+    compute: dict[str, Any] = {"finished_at": now, "updated_at": now, "purge_at": {"$add": [now, {"$toLong": kept}]}}
+    if ending.counts:
+        compute["failures"] = plus("failures", 1)
     return change(put=put, compute=compute, drop=FAREWELL, ready=False)
 
 
@@ -88,12 +92,13 @@ async def land(work: Work, endings: Sequence[Ending]) -> None:
         work.announce(f"queue:{queue}")
 
 
-async def take_turns(work: Work, sequence_keys: Iterable[str]) -> None:
+async def take_turns(work: Work, sequence_keys: Iterable[str], last: Mapping[str, int] | None = None) -> None:
     """Write the row of each sequence: whoever joins or leaves its line meanwhile is before or behind this, never beside it (75)."""
     for key in sorted(set(sequence_keys)):
-        await work.change_one(
-            "durable_permit", {"_id": key}, {"$inc": {"turn": 1}, "$set": {"at": stored(work.now)}}, upsert=True
-        )
+        update: Document = {"$inc": {"turn": 1}, "$set": {"at": stored(work.now)}}
+        if last is not None and key in last:
+            update["$max"] = {"last": last[key]}
+        await work.change_one("durable_permit", {"_id": key}, update, upsert=True)
 
 
 async def _write(work: Work, endings: Sequence[Ending]) -> list[tuple[Ending, Document]]:

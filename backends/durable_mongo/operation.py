@@ -58,6 +58,10 @@ class Tables:
         """The configured name of a collection."""
         return self._renames.table(table)
 
+    def quick(self, table: str) -> Any:
+        """The collection as the primary alone has it."""
+        return self[table].with_options(write_concern=WriteConcern(1), read_concern=ReadConcern("local"))
+
     def __getitem__(self, table: str) -> Any:
         found = self._known.get(table)
         if found is None:
@@ -147,6 +151,15 @@ class Work:
             await self._tables[table].insert_one(documents[0], session=self._session)
         elif documents:
             await self._tables[table].insert_many(documents, session=self._session)
+
+    async def note(self, table: str, document: Document) -> None:
+        """Insert a document that a fail-over may lose: nothing is wrong without it."""
+        await self._tables.quick(table).insert_one(document, session=self._session)
+
+    async def noted(self, table: str, key: str) -> Document | None:
+        """Such a document, also in the moment before the other nodes have it."""
+        found: Document | None = await self._tables.quick(table).find_one({"_id": key}, session=self._session)
+        return found
 
     async def change_one(self, table: str, where: Where, change: Change, *, upsert: bool = False) -> int:
         """Change one document; how many matched (0 or 1, also for an upsert that inserted)."""

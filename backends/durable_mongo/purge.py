@@ -21,14 +21,14 @@ from .times import stored
 
 
 async def purge(database: Database, scope: Scope, limit: int, older_than: Micros | None) -> int:
-    """Delete due runs, oldest first, at most `limit`; how many this call deleted."""
+    """Delete due runs, oldest first, at most `limit`; to how many this call gave their tombstone: from there on they are gone."""
     mine = await database.write(lambda work: bury(work, scope, limit, older_than))
-    count = await database.plain(lambda work: finish(work, mine))
+    await database.plain(lambda work: finish(work, mine))
     if len(mine) < limit:  # what an interrupted purge has left, or another one is at just now
         rest = await database.plain(lambda work: interrupted(work, scope, limit - len(mine)))
-        count += await database.plain(lambda work: finish(work, rest))
+        await database.plain(lambda work: finish(work, rest))
     await database.plain(lambda work: clean(work, limit))
-    return count
+    return len(mine)
 
 
 async def bury(work: Work, scope: Scope, limit: int, older_than: Micros | None) -> list[str]:
@@ -66,10 +66,10 @@ async def bury(work: Work, scope: Scope, limit: int, older_than: Micros | None) 
     return ids
 
 
-async def finish(work: Work, run_ids: Sequence[str]) -> int:
-    """Delete what belongs to buried runs, and then them; how many there were still."""
+async def finish(work: Work, run_ids: Sequence[str]) -> None:
+    """Delete what belongs to buried runs, and then them."""
     if not run_ids:
-        return 0
+        return
     ids = list(run_ids)
     for start in range(0, len(ids), RANGES):
         ranges = [belonging_to(run_id) for run_id in ids[start : start + RANGES]]
@@ -77,7 +77,7 @@ async def finish(work: Work, run_ids: Sequence[str]) -> int:
             await work.remove(table, {"$or": ranges})
     await work.remove("durable_dependency", {"depends_on": {"$in": ids}})
     await work.remove("durable_key", {"run_id": {"$in": ids}})
-    return await work.remove("durable_run", {"_id": {"$in": ids}, "purging_at": {"$exists": True}})
+    await work.remove("durable_run", {"_id": {"$in": ids}, "purging_at": {"$exists": True}})
 
 
 async def interrupted(work: Work, scope: Scope, limit: int) -> list[str]:

@@ -118,11 +118,11 @@ async def fire(work: Work, firing: Firing) -> list[Submitted] | None:
     answers: list[Submitted] = []
     for run in firing.runs:
         at = stored(firing.expected if run.scheduled_for is None else run.scheduled_for)
-        slot = f"{key}/{int(at)}"
-        if await work.first("durable_schedule_fire", {"_id": slot}, fields=["_id"]) is not None:
+        slot: Document = {"tenant_id": tenant_text(firing.tenant), "schedule_id": key, "scheduled_for": at}
+        if await work.first("durable_schedule_fire", slot, fields=["_id"]) is not None:
             continue
         (answer,) = await enqueue.enqueue(work, [run])
-        row = {"_id": slot, "schedule_id": key, "scheduled_for": at, "run_id": answer.run.run_id, "created_at": stored(work.now)}
+        row = {**slot, "run_id": answer.run.run_id, "created_at": stored(work.now)}
         await work.insert("durable_schedule_fire", [row])
         await work.change_one("durable_schedule", {"_id": key}, {"$set": {"last_run_id": answer.run.run_id}})
         answers.append(answer)

@@ -78,9 +78,7 @@ async def settle_quickly(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -
         if isinstance(outcome, (Retry, HandedBack)) and outcome.after:
             where["deadline_at"] = None  # so does a deadline
         if isinstance(outcome, Suspended):
-            where["wake_seq"] = outcome.wake_seq
-            if outcome.until is not None:
-                where["deadline_at"] = None
+            where.update(wake_seq=outcome.wake_seq, deadline_at=None)
         changes.append((where, _left(work, outcome, {})))
     if await work.change_each("durable_run", changes) < len(changes):
         return False
@@ -144,7 +142,8 @@ def _recognised(row: Document, lease: Lease, outcome: Outcome) -> bool:
 def _ending(run_id: str, outcome: Completed | Failed | Cancelled | TimedOut | ForwardIncomplete) -> landing.Ending:
     if isinstance(outcome, Completed):
         return landing.Ending(run_id=run_id, status=Status.COMPLETED, output=outcome.output)
-    return landing.Ending(run_id=run_id, status=_TERMINAL[type(outcome)], failure=outcome.failure)
+    status, counts = _TERMINAL[type(outcome)], isinstance(outcome, Failed)
+    return landing.Ending(run_id=run_id, status=status, failure=outcome.failure, counts=counts)
 
 
 def _left(work: Work, outcome: Outcome, row: Document) -> list[Stage]:

@@ -6,6 +6,7 @@ stands in the module of its name. Nothing here knows a collection.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -35,7 +36,6 @@ from . import (
     views,
 )
 from .connection import Database
-from .operation import Operation
 
 _OUTPUTS: Final = (m.Completed,)
 
@@ -67,8 +67,7 @@ class Store:
             try:
                 return await self._write(lambda work: enqueue.enqueue(work, runs))
             except enqueue.Purging as going:
-                ids = going.run_ids
-                await self._plain(lambda work: purge.finish(work, ids))
+                await self._plain(functools.partial(purge.finish, run_ids=going.run_ids))
 
     async def claim(self, request: m.ClaimRequest) -> Sequence[m.Claimed]:
         """See `claim.Claims.claim`."""
@@ -83,8 +82,8 @@ class Store:
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
         """See `settle.settle`."""
         self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, _OUTPUTS))
-        quickly: Operation[bool] = lambda work: settle.settle_quickly(work, entries)  # noqa: E731
-        if entries and await self._plain(quickly):
+        all_landed = bool(entries) and await self._plain(lambda work: settle.settle_quickly(work, entries))
+        if all_landed:
             return ["landed"] * len(entries)
         return await self._write(lambda work: settle.settle(work, entries))
 

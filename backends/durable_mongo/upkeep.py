@@ -1,4 +1,4 @@
-"""The chores (semantics 11, 15, 17, 31, 48): promote, sweep, the nets, the registry of workers. `store.py` calls them; `purge.py` is beside.
+"""The chores (semantics 11, 15, 17, 31, 48): promote, sweep, the nets, the registry of workers. `store.py` calls them.
 
 Each is bounded, safe everywhere at once, and finds its rows by a partial index that holds nothing else. A run that ends here ends
 through the landing. Nothing here decides when it is called.

@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,19 @@ async def _make_at(store: Store, calls: Sequence[Call], instant: int) -> list[An
     return await asyncio.gather(*(one.make(store) for one in calls))
 
 
-def _serve(pipe: Connection, url: str, clock: Any) -> None:
-    """The other process: opens the file, then answers batches of calls until the pipe ends."""
+async def open_sqlite(url: str, clock: Callable[[], int]) -> Store:
+    """How the stores of an arena are opened; another backend's tests bring their own."""
+    return await backend.open(url, settings=Settings(), clock=clock)
+
+
+Opener = Callable[[str, Callable[[], int]], Coroutine[Any, Any, Store]]
+
+
+def _serve(pipe: Connection, url: str, clock: Any, opener: Opener) -> None:
+    """The other process: opens the store, then answers batches of calls until the pipe ends."""
 
     async def serve() -> None:
-        store = await backend.open(url, settings=Settings(), clock=lambda: int(clock.value))
+        store = await opener(url, lambda: int(clock.value))
         pipe.send("open")
         while (request := pipe.recv()) is not None:
             try:
@@ -83,14 +91,14 @@ def _serve(pipe: Connection, url: str, clock: Any) -> None:
 class Arena:
     """The near store on a loop of its own, the far one behind a pipe."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, url = path, f"sqlite:///{path}"
+    def __init__(self, path: Path, url: str | None = None, opener: Opener = open_sqlite) -> None:
+        self.path, url = path, url or f"sqlite:///{path}"
         context = multiprocessing.get_context("spawn")
         self.clock = context.Value("q", 1_700_000_000 * SECOND)
         self.loop = asyncio.new_event_loop()
-        self.near = self.do(backend.open(url, settings=Settings(), clock=self.now))
+        self.near = self.do(opener(url, self.now))
         self.pipe, other = context.Pipe()
-        self.far = context.Process(target=_serve, args=(other, url, self.clock), daemon=True)
+        self.far = context.Process(target=_serve, args=(other, url, self.clock, opener), daemon=True)
         self.far.start()
         other.close()
         assert self._answer() == "open"
@@ -194,7 +202,7 @@ class Stage:
 
     def lapsed(self, **values: Any) -> m.Lease:
         lease = self.held(**values)
-        self.tick(LEASE + 2)
+        self.tick(LEASE + 2_000)  # no less than a millisecond: MongoDB stores no smaller ones
         return lease
 
     def landed(self, outcome: m.Outcome, **values: Any) -> m.Lease:

@@ -286,7 +286,7 @@ def renew_and_settle_leave_no_lease_on_a_landed_run(stage: Stage) -> Made:
 def sweep_and_sweep_return_a_run_once(stage: Stage) -> Made:
     ids = stage.submit(4)
     stage.claim()
-    stage.tick(LEASE + 2)
+    stage.tick(LEASE + 2_000)
 
     def check(one: m.Swept, two: m.Swept) -> None:
         assert sorted([*one.returned, *two.returned]) == sorted(ids)

@@ -29,7 +29,7 @@ DATES: Mapping[str, Sequence[str]] = {
     "durable_step": ("created_at", "started_at"),
     "durable_signal": ("created_at",),
     "durable_schedule": ("next_fire_at", "created_at", "updated_at"),
-    "durable_schedule_fire": ("created_at",),
+    "durable_schedule_fire": ("created_at", "scheduled_for"),
     "durable_queue": ("rate_at", "updated_at"),
     "durable_permit": ("at",),
     "durable_worker": ("started_at", "seen_at"),

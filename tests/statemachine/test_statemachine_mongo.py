@@ -1,0 +1,48 @@
+"""The state machine on MongoDB, shorter than on SQLite: an operation takes milliseconds there. `DURABLE_MONGO_STATE_EXAMPLES` makes it longer."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from statemachine import machine
+from statemachine.machine import SCENES
+from statemachine.machine_upkeep import WholeMachine
+from statemachine.mongo import LEASE, MongoDriver
+
+EXAMPLES = int(os.environ.get("DURABLE_MONGO_STATE_EXAMPLES", "15"))
+STEPS = int(os.environ.get("DURABLE_MONGO_STATE_STEPS", "25"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+def test_mongodb_and_the_oracle_show_the_same_after_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "Driver", MongoDriver)
+    monkeypatch.setattr(machine, "LEASE", LEASE)
+    run_state_machine_as_test(
+        WholeMachine,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            derandomize="DURABLE_MONGO_STATE_EXAMPLES" not in os.environ,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scene", SCENES)
+def test_every_scene_of_the_machine_is_the_same_on_mongodb(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "Driver", MongoDriver)
+    monkeypatch.setattr(machine, "LEASE", LEASE)
+    played = WholeMachine()
+    try:
+        played.scene(scene)
+        played.driver.compare(every_journal=True)
+    finally:
+        played.teardown()
