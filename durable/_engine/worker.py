@@ -149,6 +149,7 @@ class Worker:
         self._started = True
         self.settings, self.codec, self.events = home.settings, home.codec, home.events
         self.lease = self._lease if self._lease is not None else self.settings.lease
+        self.max_reclaims = self._max_reclaims if self._max_reclaims is not None else self.settings.max_reclaims
         self._registry = Registry(f"worker {self.worker_id}")
         for function in default_registry if self._given_functions is None else self._given_functions:
             self._registry.add(function)
@@ -186,7 +187,7 @@ class Worker:
             scope=home.serves,
             settings=self.settings,
             lease=self.lease,
-            max_reclaims=self._max_reclaims if self._max_reclaims is not None else self.settings.max_reclaims,
+            max_reclaims=self.max_reclaims,
             events=self.events,
             woken=self._claims.queues_woken,
             alone=self._claims.alone_waits,
@@ -352,7 +353,7 @@ class Worker:
             queues={name: limit if own is None else own for name, own in self._queue_limits.items()},
             functions=tuple((function.name, function.version) for function in self._registry),
             family=REPLAY_FAMILY,
-            settings=json.dumps({"lease": self.lease, "concurrency": limit}),
+            settings=json.dumps({"lease": self.lease, "concurrency": limit, "max_reclaims": self.max_reclaims}),
         )
 
 

@@ -127,6 +127,31 @@ def test_migrate_check_says_whether_the_tables_are_there_and_sql_prints_them(she
         con.executescript(printed)
 
 
+def test_doctor_says_what_is_wrong_with_store_workers_and_queues(shell: Shell) -> None:
+    shell("start", "shop:quote", "abc", "--queue", "bulk")
+    told = {(check["level"], check["check"]): check["text"] for check in shell("doctor")}
+    assert "start one" in told["warn", "workers"]
+    assert "'quote' on queue 'bulk'" in told["warn", "unknown function"]
+    first = shell.process("worker", "shop", "--queue", "bulk")
+    second = shell.process("worker", "shop", "--queue", "bulk", "--lease", "45s", "--max-reclaims", "7")
+    try:
+        for _ in range(100):
+            told = {(check["level"], check["check"]): check["text"] for check in shell("doctor")}
+            if told.get(("ok", "workers")) == "2 registered":
+                break
+        assert "45000000" in told["warn", "lease"]
+        assert "5, 7" in told["warn", "max_reclaims"]
+        assert ("warn", "unknown function") not in told
+    finally:
+        for worker in (first, second):
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(30) == 0
+    with contextlib.closing(sqlite3.connect(shell.directory / "cli.db", isolation_level=None)) as con:
+        con.execute("DROP INDEX durable_run_leases")
+    shell("doctor", code=4)
+    assert "durable_run_leases" in shell.errors
+
+
 def test_purge_and_audit(shell: Shell) -> None:
     shell("start", "shop:quote", "abc")
     shell.drain()

@@ -1,0 +1,97 @@
+"""`durable doctor`: what a store says of itself, and what the workers and the queues say when they are held side by side.
+
+Reads through the client only and changes nothing. Every sentence says what to do. Exit code 1 if a check refuses.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import typer
+
+import durable
+
+from ..model import Check, QueueStats, WorkerRecord
+from ..settings import MINUTE, SECOND
+from .options import AsJson, Everybody, Tenant, Url, with_client
+from .output import Output
+
+OLD = 5 * MINUTE
+"""A run that is ready for so long finds no worker, or too few."""
+LOOKED_AT = 1_000
+"""Pending runs that are looked at for functions that nobody knows: the newest ones."""
+EQUAL = ("lease", "max_reclaims")
+"""What every worker should have the same: they judge each other's runs by it (15)."""
+_ORDER = {"refuse": 0, "warn": 1, "ok": 2}
+
+
+def doctor(url: Url = None, json: AsJson = False, tenant: Tenant = None, all_tenants: Everybody = False) -> None:
+    """Check the store, its workers and its queues."""
+    output = Output(json_wanted=json)
+
+    async def work(client: durable.Client) -> Sequence[Check]:
+        return await examine(client)
+
+    checks = with_client(url, work, tenant=tenant, everybody=all_tenants)
+    rows = [{"level": check.level, "check": check.name, "text": check.text} for check in checks]
+    output.table("Doctor", rows, ("level", "check", "text"))
+    if any(check.level == "refuse" for check in checks):
+        raise typer.Exit(1)
+
+
+async def examine(client: durable.Client) -> list[Check]:
+    """Every check, the worst first."""
+    workers = await client.workers()
+    waiting = Counter([(run.queue, run.function) async for run in client.runs(status="pending", limit=LOOKED_AT)])
+    found = [
+        *await client.check(),
+        *_workers(workers),
+        *_queues(await client.queues.stats(), client.store.clock()),
+        *_unknown(waiting, workers),
+    ]
+    return sorted(found, key=lambda check: _ORDER[check.level])
+
+
+def _workers(workers: Sequence[WorkerRecord]) -> Iterable[Check]:
+    if not workers:
+        yield Check(name="workers", level="warn", text="no worker is registered; start one: durable worker MODULE")
+        return
+    yield Check(name="workers", level="ok", text=f"{len(workers)} registered")
+    for name in EQUAL:
+        values = sorted({str(jsonlib.loads(worker.settings).get(name)) for worker in workers})
+        if len(values) > 1:
+            text = f"workers have different values of {name} ({', '.join(values)}); give them one"
+            yield Check(name=name, level="warn", text=text)
+    families = sorted({worker.family for worker in workers})
+    if len(families) > 1:
+        text = f"workers of the replay families {', '.join(families)}: a run with records stays with its own; use one Python"
+        yield Check(name="replay family", level="warn", text=text)
+
+
+def _queues(stats: Sequence[QueueStats], now: int) -> Iterable[Check]:
+    for queue in stats:
+        age = 0 if queue.oldest_ready_at is None else now - queue.oldest_ready_at
+        if queue.paused:
+            yield Check(
+                name=f"queue {queue.queue}",
+                level="warn",
+                text=f"paused, with {queue.ready + queue.blocked} runs waiting",
+            )
+        elif age > OLD:
+            text = f"a run has been ready for {age // SECOND:,} s; add workers for this queue, or see `durable explain`"
+            yield Check(name=f"queue {queue.queue}", level="warn", text=text)
+        else:
+            yield Check(name=f"queue {queue.queue}", level="ok", text=f"{queue.ready} ready, {queue.running} running")
+        if queue.failed_by_kind.get("reclaim_limit"):
+            text = f"{queue.failed_by_kind['reclaim_limit']} runs killed their workers again and again (reclaim_limit)"
+            yield Check(name=f"queue {queue.queue}", level="warn", text=text)
+
+
+def _unknown(waiting: Counter[tuple[str, str]], workers: Sequence[WorkerRecord]) -> Iterable[Check]:
+    known = {(queue, name) for worker in workers for queue in worker.queues for name, _ in worker.functions}
+    for (queue, function), count in sorted(waiting.items()):
+        if (queue, function) not in known:
+            text = f"{count} pending runs of {function!r} on queue {queue!r} that no registered worker takes"
+            yield Check(name="unknown function", level="warn", text=text)
