@@ -61,16 +61,16 @@ class Home(Protocol):
 class Worker:
     """Executes runs of the functions that this process knows.
 
-    `queues`: names, or names with the most runs of each at once. `functions`: all that are declared, unless given. `lease`: how
-    long a crash of this worker goes unnoticed; `grace`: how long bodies may go on after a stop was asked for; `max_reclaims`:
-    after how many crashes in a row a run lands failed. Unset ones are taken from the client's settings.
+    `queues`: names, or names with the most runs of each at once (None: no limit of its own). `functions`: all that are declared,
+    unless given. `lease`: how long a crash of this worker goes unnoticed; `grace`: how long bodies may go on after a stop was
+    asked for; `max_reclaims`: after how many crashes in a row a run lands failed. Unset ones are taken from the client's settings.
     """
 
     def __init__(
         self,
         client: Home,
         *,
-        queues: Sequence[str] | Mapping[str, int] = ("default",),
+        queues: Sequence[str] | Mapping[str, int | None] = ("default",),
         concurrency: int | None = None,
         functions: Iterable[Function[..., Any]] | None = None,
         lease: Duration | None = None,
@@ -92,6 +92,7 @@ class Worker:
         self.worker_id = uuid.uuid4().hex
         self.draining = False
         self.ended = False
+        self._asked, self._hurry = asyncio.Event(), asyncio.Event()
         self._started = False
         self._stopped = False
 
@@ -108,18 +109,36 @@ class Worker:
 
     async def run(self) -> None:
         """Work until SIGTERM, SIGINT or `stop()`, then drain and return. A second signal ends the grace period at once."""
-        await self._start()
+        restore = self._catch_signals()  # first of all: a signal that comes while it starts asks for the same
+        try:
+            if await self._started_before_hurry():
+                await self._until_asked()
+        finally:
+            restore()
+
+    async def _started_before_hurry(self) -> bool:
+        """Start. False: a second signal came first (a store that does not answer); nothing is held yet."""
+        starting = asyncio.ensure_future(self._start())
+        hurried = asyncio.ensure_future(self._hurry.wait())
+        try:
+            await asyncio.wait([starting, hurried], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+                return True
+            return False
+        finally:
+            hurried.cancel()
+            if starting.cancel():
+                await asyncio.wait([starting])
+
+    async def _until_asked(self) -> None:
         ended = asyncio.ensure_future(self._asked.wait())
-        restore = self._catch_signals()
         try:
             waits: list[asyncio.Future[Any]] = [ended, self._crashed]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
-            try:
-                await self.stop()
-            finally:
-                restore()
+            await self.stop()
         if self._crashed.done():
             self._crashed.result()
 
@@ -154,7 +173,6 @@ class Worker:
         for function in default_registry if self._given_functions is None else self._given_functions:
             self._registry.add(function)
         loop = asyncio.get_running_loop()
-        self._asked, self._hurry = asyncio.Event(), asyncio.Event()
         self._crashed: asyncio.Future[None] = loop.create_future()
         self._resting = 0
         limit = self._concurrency if self._concurrency is not None else self.settings.concurrency
@@ -203,7 +221,11 @@ class Worker:
             held=lambda: list(self._claims.held.values()),
         )
         await self._register()
-        await scheduling.declare()
+        try:
+            await scheduling.declare()
+        except BaseException:  # it does not work after all: nobody should wait for it
+            await self._unregister()
+            raise
         self._portal = Portal("durable-leases").start()
         self._renewing = self._portal.submit(self.leases.run)
         self._chores.start()
@@ -282,10 +304,7 @@ class Worker:
             self.events.emit(EngineFault(where="leases", error=f"the renewals did not end: {error!r}"))
         await asyncio.to_thread(self._portal.close)
         self.threads.close()
-        try:
-            await self.store.unregister(self.worker_id)
-        except StoreUnavailable as error:
-            self.events.emit(EngineFault(where="unregister", error=str(error)))  # the row is deleted after a day
+        await self._unregister()
 
     def _catch_signals(self) -> Callable[[], None]:
         """SIGTERM and SIGINT ask to stop. Returns what puts the old handlers back."""
@@ -341,6 +360,12 @@ class Worker:
     async def _register(self) -> None:
         await self.store.register(self._record)
 
+    async def _unregister(self) -> None:
+        try:
+            await self.store.unregister(self.worker_id)
+        except StoreUnavailable as error:
+            self.events.emit(EngineFault(where="unregister", error=str(error)))  # the row is deleted after a day
+
     def _make_record(self) -> WorkerRecord:
         serves = self._home.serves
         limit = self.slots.limit
@@ -357,7 +382,7 @@ class Worker:
         )
 
 
-def _queue_limits(queues: Sequence[str] | Mapping[str, int]) -> dict[str, int | None]:
+def _queue_limits(queues: Sequence[str] | Mapping[str, int | None]) -> dict[str, int | None]:
     """Each queue with the most runs of it at once; None: as many as there are slots."""
     if isinstance(queues, str) or not queues:
         raise ConfigurationError(
@@ -366,7 +391,7 @@ def _queue_limits(queues: Sequence[str] | Mapping[str, int]) -> dict[str, int | 
     if not isinstance(queues, Mapping):
         return dict.fromkeys(queues, None)
     for name, limit in queues.items():
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise ConfigurationError(f"queues: the limit of {name!r} is {limit!r}, not a positive whole number")
     return dict(queues)
 

@@ -615,6 +615,40 @@ async def test_a_second_signal_ends_the_grace_period_at_once(tmp_path: Path, url
         assert (run.status, run.attempts) == ("pending", 1)
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_a_signal_that_comes_while_a_worker_starts_stops_it_in_good_order(
+    client: durable.Client, signals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = client.store.register
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def slow(record: Any) -> None:
+        asked.set()
+        await answer.wait()
+        await register(record)
+
+    monkeypatch.setattr(client.store, "register", slow)
+    working = worker(client)
+    running = asyncio.ensure_future(working.run())
+    await asyncio.wait_for(asked.wait(), 30)
+    for _ in range(signals):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+    if signals == 1:  # with two it does not wait for the store any more
+        answer.set()
+    await asyncio.wait_for(running, 30)
+    assert await client.workers() == []
+
+
+async def test_a_worker_that_can_not_start_leaves_the_registry(client: durable.Client) -> None:
+    @durable.function(registry=Registry(), cron="0 9 * * *")
+    async def takes_arguments(ctx: durable.Context, missing: int) -> None: ...
+
+    with pytest.raises(durable.RegistrationError, match="missing"):
+        await durable.Worker(client, functions=[takes_arguments]).run()
+    assert await client.workers() == []
+
+
 async def test_what_a_killed_worker_held_is_taken_up_by_another(tmp_path: Path, url: str) -> None:
     program = PROGRAM.replace("grace=sys.argv[3]", 'lease="1s"')
     path = tmp_path / "program.py"
