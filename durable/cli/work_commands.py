@@ -14,15 +14,15 @@ from .output import Output
 from .run_commands import run_row
 
 
-def _queues(specs: list[str], concurrency: int) -> dict[str, int]:
-    queues: dict[str, int] = {}
+def _queues(specs: list[str]) -> dict[str, int | None]:
+    queues: dict[str, int | None] = {}
     for spec in specs:
         name, _, limit = spec.partition("=")
         if limit and not (limit.isascii() and limit.isdigit() and int(limit) > 0):
             raise durable.ConfigurationError(
                 f"--queue {spec}: {limit!r} is not a positive number", hint="write --queue bulk=2"
             )
-        queues[name] = int(limit) if limit else concurrency
+        queues[name] = int(limit) if limit else None
     return queues
 
 
@@ -34,10 +34,20 @@ def worker(
     queue: Annotated[
         list[str] | None, typer.Option("--queue", help="A queue, or queue=limit; may be repeated.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Bodies that run at once.")] = 100,
-    lease: Annotated[str, typer.Option(help="How long a claim holds without a renewal.")] = "30s",
-    grace: Annotated[str, typer.Option(help="How long bodies may go on after SIGTERM or SIGINT.")] = "30s",
-    max_reclaims: Annotated[int, typer.Option(min=1, help="Lapsed leases in a row before a run lands failed.")] = 5,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Bodies that run at once. Otherwise as configured: 100.")
+    ] = None,
+    lease: Annotated[
+        str | None, typer.Option(help="How long a claim holds without a renewal. Otherwise as configured: 30s.")
+    ] = None,
+    grace: Annotated[
+        str | None,
+        typer.Option(help="How long bodies may go on after SIGTERM or SIGINT. Otherwise as configured: 30s."),
+    ] = None,
+    max_reclaims: Annotated[
+        int | None,
+        typer.Option(min=1, help="Lapsed leases in a row before a run lands failed. Otherwise as configured: 5."),
+    ] = None,
     tenant: Tenant = None,
 ) -> None:
     """Run durable functions until SIGTERM or SIGINT; a second signal stops at once."""
@@ -47,7 +57,7 @@ def worker(
     async def work(client: durable.Client) -> None:
         await durable.Worker(
             client,
-            queues=_queues(queue or ["default"], concurrency),
+            queues=_queues(queue or ["default"]),
             concurrency=concurrency,
             functions=functions,
             lease=lease,
@@ -91,7 +101,14 @@ def start(
     output = Output(json_wanted=json)
 
     async def work(client: durable.Client) -> None:
-        run: durable.Run[Any] = await client.start(chosen, *map(_argument, arguments or ()))
+        given = tuple(map(_argument, arguments or ()))
+        try:
+            run: durable.Run[Any] = await client.start(chosen, *given)
+        except (TypeError, durable.SerializationError) as error:  # they do not fit the signature, or its types
+            raise durable.ConfigurationError(
+                f"{function} does not take these arguments: {error}",
+                hint="pass them in the order of its parameters, without the context; each is JSON, or text where that is none",
+            ) from error
         if not wait:
             output.fields("Started", {**run_row(run), "disposition": run.disposition})
             return

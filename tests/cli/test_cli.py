@@ -108,6 +108,11 @@ def test_exit_codes_and_hints(shell: Shell, tmp_path: Path) -> None:
     shell("start", "shop:price", "x", code=2)
     assert "@durable.function" in shell.errors
     shell("start", "no_such_module:f", code=2)
+    shell("start", "shop:quote", code=2)
+    assert "does not take these arguments" in shell.errors
+    assert "sku" in shell.errors
+    shell("start", "shop:quote", "abc", "many", code=2)
+    assert "$.count" in shell.errors
     shell("runs", "list", "--status", "faild", code=2)
     assert "failed" in shell.errors
     shell("runs", "list", "--url", "nosuch://x", code=2)
@@ -197,3 +202,23 @@ def test_a_terminal_gets_a_table_and_no_control_character_of_the_data(shell: She
     assert "quote" in shown.decode()
     assert "\x1b[31m" not in shown.decode()
     assert "{" not in shown.decode()
+
+
+def test_a_worker_takes_what_is_configured_unless_it_is_told_otherwise(shell: Shell) -> None:
+    (shell.directory / "durable.toml").write_text('[settings]\nlease = "7s"\nconcurrency = 3\n')
+    shell("migrate")
+    process = shell.process("worker", "shop", "--queue", "default", "--queue", "bulk=2")
+    try:
+        for _ in range(600):
+            with contextlib.closing(sqlite3.connect(shell.directory / "cli.db")) as con:
+                found = con.execute("SELECT settings, queues FROM durable_worker").fetchall()
+            if found:
+                break
+            time.sleep(0.05)
+        ((settings, queues),) = found
+        assert json.loads(settings)["lease"] == 7_000_000
+        assert json.loads(settings)["concurrency"] == 3
+        assert json.loads(queues) == {"default": 3, "bulk": 2}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
