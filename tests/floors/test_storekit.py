@@ -82,9 +82,7 @@ def test_a_frozen_value_is_made_equal_to_the_one_of_its_constructor() -> None:
 def test_renaming_follows_indexes_and_leaves_other_words_alone() -> None:
     renames = Renames(Names(tables={"durable_run": "jobs", "durable_schedule_fire": "slots"}))
     statement = "SELECT durable_run.x FROM durable_run INDEXED BY durable_run_due, durable_schedule, durable_schedule_fire, my_durable_x"
-    assert (
-        renames(statement) == "SELECT jobs.x FROM jobs INDEXED BY jobs_due, durable_schedule, slots, my_durable_x"
-    )
+    assert renames(statement) == "SELECT jobs.x FROM jobs INDEXED BY jobs_due, durable_schedule, slots, my_durable_x"
     assert renames.table("durable_run") == "jobs"
     assert not Renames(Names())
     assert Renames(Names())(statement) == statement
