@@ -13,9 +13,9 @@ import dataclasses
 import functools
 import importlib.resources
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
@@ -31,6 +31,7 @@ from .operation import Ask, Row
 LOCK: Final = 0x6D696772
 """The second half of the advisory lock of migrations; the first is the installation's own number."""
 LOCK_PAUSE: Final = 0.05
+LOCK_TIMEOUT: Final = "SELECT set_config('lock_timeout', '500ms', true)"
 LOCK_PATIENCE: Final = 3_600.0
 """Seconds that a migration waits for another one: an index on a large table takes its time."""
 
@@ -198,7 +199,7 @@ async def migrate(database: Database, todo: Sequence[Migration] | None = None) -
         await _make_schema(database, con)
         found = await look(database, con, wanted_of(todo))
         for migration in pending(found.applied or {}, todo):
-            await database.ask(guard, [Ask("SELECT 1")])  # who lost the lock stops here
+            await guard.execute("SELECT 1")  # who lost the lock stops here
             await _apply(database, con, migration)
         await _rebuild(database, con, wanted_of(todo))
         return (await look(database, con, wanted_of(todo))).status
@@ -212,6 +213,8 @@ async def _alone(database: Database, guard: psycopg.AsyncConnection[Row]) -> Asy
         await database.ask(guard, [Ask(BEGIN)])
         (answer,) = await database.ask(guard, [Ask(TRY_LOCK, (database.naming.key, LOCK))])
         if answer.rows[0][0]:
+            # By the simple protocol: the extended one keeps the snapshot of its last statement, and a concurrent build would wait for it.
+            await guard.execute("SELECT 1")
             break
         await database.ask(guard, [Ask("ROLLBACK")])
         if loop.time() > until:
@@ -230,24 +233,44 @@ async def _make_schema(database: Database, con: psycopg.AsyncConnection[Row]) ->
 async def _apply(database: Database, con: psycopg.AsyncConnection[Row], migration: Migration) -> None:
     record = Ask(RECORD, (migration.version, migration.name, migration.checksum))
     if transactional(migration):
-        await database.ask(con, [Ask(BEGIN)])
-        try:
-            for statement in statements(migration.text):
-                await database.ask(con, [Ask(statement)])
-            await database.ask(con, [record])
-            await database.ask(con, [Ask("COMMIT")])
-        except psycopg.Error:
-            if not con.closed:
-                await con.execute("ROLLBACK")
-            raise
+        asks = [Ask(LOCK_TIMEOUT), *map(Ask, statements(migration.text)), record]
+        await _patiently(lambda: _in_transaction(database, con, asks))
         return
     for statement in statements(migration.text):
         match = _INDEX.match(statement)
         if match is not None:  # an earlier start of this migration may have left it, whole or invalid
             await _build(database, con, match[2], statement)
         else:
-            await database.ask(con, [Ask(statement)])
+            asks = [Ask(LOCK_TIMEOUT), Ask(statement)]
+            await _patiently(lambda asks=asks: _in_transaction(database, con, asks))  # type: ignore[misc]
     await database.ask(con, [record])
+
+
+async def _in_transaction(database: Database, con: psycopg.AsyncConnection[Row], asks: Sequence[Ask]) -> None:
+    await database.ask(con, [Ask(BEGIN)])
+    try:
+        for ask in asks:
+            await database.ask(con, [ask])
+        await database.ask(con, [Ask("COMMIT")])
+    except psycopg.Error:
+        if not con.closed:
+            await con.execute("ROLLBACK")
+        raise
+
+
+async def _patiently(attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A change of a table waits behind whoever reads it, and everybody else waits behind the change: so it waits a moment only, lets
+    the others through, and tries again."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + LOCK_PATIENCE
+    while True:
+        try:
+            await attempt()
+            return
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+            if loop.time() > until:
+                raise
+        await asyncio.sleep(LOCK_PAUSE * 10)
 
 
 async def _rebuild(database: Database, con: psycopg.AsyncConnection[Row], wanted: Wanted) -> None:
