@@ -248,8 +248,10 @@ class BodyLoop(asyncio.AbstractEventLoop):
 
     def drain(self) -> None:
         """Run every ready callback and all that follows from it. Raises SpinningError; KeyboardInterrupt passes through."""
-        outside, hooks, collecting = events._get_running_loop(), sys.get_asyncgen_hooks(), gc.isenabled()
         ready = self.ready
+        if not ready:
+            return
+        outside, hooks, collecting = events._get_running_loop(), sys.get_asyncgen_hooks(), gc.isenabled()
         left = MOST_CALLBACKS
         # A collection in here would close generators and run finalizers at moments that no replay repeats: off first, on last.
         gc.disable()

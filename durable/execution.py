@@ -112,6 +112,8 @@ class Execution:
 
     def next_attempt(self) -> Instant | None:
         """The earliest instant of a next attempt that is waited for durably."""
+        if not self.backing_off:
+            return None
         return min((call.retry_at for call in self.backing_off.values() if call.retry_at is not None), default=None)
 
     def due_again(self) -> bool:

@@ -167,18 +167,24 @@ def failed(error: BaseException) -> Attempted:
     return Attempted(error_envelope(error_data(error)), error=error)
 
 
-async def _limited(
+def _limited(
     plan: StepPlan,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     step_id: str,
     run_blocking: InThread,
     interruptible: bool,
-) -> Any:
+) -> Awaitable[Any]:
     if plan.timeout is None:
-        return await _called(plan, args, kwargs, run_blocking)
-    if not interruptible:
-        return await _measured(plan, args, kwargs, step_id, run_blocking)
+        return _called(plan, args, kwargs, run_blocking)
+    limited = _interrupted if interruptible else _measured
+    return limited(plan, args, kwargs, step_id, run_blocking)
+
+
+async def _interrupted(
+    plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], step_id: str, run_blocking: InThread
+) -> Any:
+    assert plan.timeout is not None
     limit = asyncio.timeout(plan.timeout / SECOND)
     try:
         async with limit:
@@ -211,9 +217,13 @@ def _timed_out(plan: StepPlan, step_id: str) -> StepTimeout:
     )
 
 
-async def _called(plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], run_blocking: InThread) -> Any:
+def _called(plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], run_blocking: InThread) -> Awaitable[Any]:
     if plan.coroutine:
-        return await plan.fn(*args, **kwargs)
+        return plan.fn(*args, **kwargs)  # type: ignore[no-any-return]
+    return _in_thread(plan, args, kwargs, run_blocking)
+
+
+async def _in_thread(plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], run_blocking: InThread) -> Any:
     context = contextvars.copy_context()
     value, error = await run_blocking(lambda: _guarded(context, plan, args, kwargs))
     if error is not None:
