@@ -17,11 +17,13 @@ from typing import Any
 
 from .branches import Host, Scope
 from .calls import Pending
-from .errors import Misuse
+from .errors import Misuse, SpinningError
 from .model import Instant, StepRecord
 
 LONGEST_DEATH = 10.0
 """Seconds that a thread whose body was put aside may take to reach its next call, once no step runs in it any more."""
+MOST_REFUSALS = 10_000
+"""Calls that a body may make, and have refused, after its cancel or time-out: more, and it goes round and round."""
 
 
 class ThreadCall(Pending):
@@ -66,6 +68,7 @@ class ThreadBody:
         self._open: ThreadCall | None = None
         self._orders: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self._outcome: tuple[Any, BaseException | None] | None = None
+        self._refused = 0
         self._refusals = 0
         self._refusals_allowed = 10
         self._gone: asyncio.Future[None] = outer.create_future()
@@ -82,7 +85,11 @@ class ThreadBody:
         self._thread.start()
 
     def drain(self) -> None:
-        """A thread runs by itself."""
+        """A thread runs by itself. Raises SpinningError for one that swallows its cancel again and again."""
+        if self._refused > MOST_REFUSALS:
+            raise SpinningError(
+                f"the body made {MOST_REFUSALS:,} more calls after its cancel or time-out, and does not end"
+            )
 
     def scope(self) -> Scope:
         """There is one branch only."""
@@ -211,7 +218,11 @@ class ThreadBody:
                 self.close_down(self._refusals_allowed)
             elif self.host.interruption is not None and not self.root.shields:
                 self.root.step_id(name)
-                call.refuse()
+                self._refused += 1
+                if self._refused > MOST_REFUSALS:
+                    self.host.wake()
+                else:
+                    call.refuse()
             else:
                 self.host.registered(call, name)
                 self.host.wake()

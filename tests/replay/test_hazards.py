@@ -765,3 +765,22 @@ async def test_what_a_body_makes_for_its_steps_goes_when_its_run_goes() -> None:
     assert (await twice(body)).value == 8
     gc.collect()
     assert [one() for one in kept] == [None, None]
+
+
+async def test_a_def_body_that_swallows_its_cancel_for_ever_ends_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("durable.threadbody.MOST_REFUSALS", 20)
+    monkeypatch.setattr("durable.threadbody.LONGEST_DEATH", 0.05)
+
+    def body(ctx: SyncContext) -> None:
+        while True:
+            ran.append("round")
+            with contextlib.suppress(BaseException):
+                ctx.sleep(1)
+
+    stage = Stage()
+    activation = stage.begin(declared(body))
+    running = asyncio.ensure_future(activation.run())
+    while not ran:
+        await asyncio.sleep(0.001)
+    activation.ask_cancel("enough")
+    assert isinstance(await asyncio.wait_for(running, 30), CancelledEnding)
