@@ -84,7 +84,8 @@ async def _indexes(database: Any, name: str) -> dict[str, dict[str, Any]] | None
     """The indexes of a collection by name; None: there is no such collection."""
     try:
         cursor = await database.get_collection(name).list_indexes()
-        return {index["name"]: spec_of(index) for index in await cursor.to_list(None)}
+        # Every collection has the index of `_id`: none at all is no collection, however the driver says that.
+        return {index["name"]: spec_of(index) for index in await cursor.to_list(None)} or None
     except OperationFailure as error:
         if error.code == _MISSING:
             return None

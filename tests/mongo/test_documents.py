@@ -1,0 +1,147 @@
+"""What documents hold (rules 9, 70, 71): milliseconds that nobody sees, sizes that are refused, and documents that are damaged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from mongo.conftest import Open
+from servers.mongo_room import Room
+
+from durable.errors import Conflict, PayloadTooLarge
+from durable.model import ALL, Completed, Status, Suspended
+from durable.settings import HOUR, SECOND
+from durable.testing.conformance.scenario import ACME, Scene, new_run, schedule
+
+
+@pytest.mark.parametrize("odd", [1, 499, 500, 999])
+async def test_what_is_answered_is_what_is_stored_whatever_the_microseconds(scene: Scene, odd: int) -> None:
+    start, end = scene.store.clock() + HOUR + odd, scene.store.clock() + 2 * HOUR + odd
+    answer = await scene.submit(start_at=start, deadline_at=end, scheduled_for=start, schedule_id="s")
+    assert await scene.get(answer.run.run_id) == answer.run
+    row = await scene.store.put_schedule(schedule(next_fire_at=start), scope=None)
+    assert list(await scene.store.schedules(scope=None)) == [row]
+
+
+@pytest.mark.parametrize("odd", [1, 999])
+async def test_what_must_not_come_early_is_cut_upwards(scene: Scene, odd: int) -> None:
+    start = scene.store.clock() + HOUR + odd
+    run = await scene.start(start_at=start, queue="later")
+    assert run.available_at is not None
+    assert start <= run.available_at < start + 1_000
+    held = await scene.take()
+    answer = await scene.append(held, "a", floor=start)
+    assert answer.record is not None
+    assert start <= answer.record.at < start + 1_000
+    assert await scene.settle(held, Suspended(until=start, waiting_for="{}", wake_seq=0)) == "landed"
+    until = (await scene.get(held.run.run_id)).available_at
+    assert until is not None
+    assert start <= until < start + 1_000
+
+
+async def test_every_payload_is_stored_as_text(scene: Scene, room: Room) -> None:
+    """A value like {"$ref": …, "$id": …} would come back as something else."""
+    tricky = json.dumps({"$ref": "a", "$id": "b", "a.b": {"$set": 1}})
+    held = await scene.take(input=tricky)
+    await scene.append(held, "a", result=tricky)
+    await scene.settle(held, Completed(output=tricky))
+    run = await scene.get(held.run.run_id)
+    assert (run.input, run.output) == (tricky, tricky)
+    stored: Any = room.db["durable_run"].find_one({})
+    assert (type(stored["input"]), type(stored["output"])) == (str, str)
+    assert type(room.db["durable_step"].find_one({})["result"]) is str  # type: ignore[index]
+
+
+async def test_a_payload_over_the_limit_is_refused_and_harms_no_neighbour(opened: Open) -> None:
+    store = await opened(settings={"max_payload": 1_000})
+    scene = Scene(store, None)  # type: ignore[arg-type]
+    first, second = await scene.take(), await scene.take()
+    large = await scene.record(first.run.run_id, "a", result=json.dumps("x" * 2_000))
+    small = await scene.record(second.run.run_id, "a")
+    with pytest.raises(PayloadTooLarge):
+        await store.append([(first.lease, large), (second.lease, small)])
+    assert await scene.steps(second.run.run_id) == []
+    assert [answer.state for answer in await store.append([(second.lease, small)])] == ["appended"]
+
+
+async def test_a_run_that_would_outgrow_a_document_gets_a_typed_error_and_stays_whole(opened: Open) -> None:
+    store = await opened(settings={"max_payload": 7 << 20})
+    scene = Scene(store, None)  # type: ignore[arg-type]
+    big = json.dumps("x" * ((7 << 20) - 10))
+    held = await scene.take(input=big, options=big)
+    with pytest.raises(PayloadTooLarge, match="16 MB"):
+        await scene.settle(held, Completed(output=big))
+    assert (await scene.get(held.run.run_id)).status == Status.RUNNING
+    assert await scene.settle(held, Completed(output="1")) == "landed"
+
+
+@pytest.mark.parametrize("run_id", ["", "a/b", "x" * 2_000])
+async def test_an_id_under_which_nothing_could_be_stored_is_refused(scene: Scene, run_id: str) -> None:
+    with pytest.raises(Conflict):
+        await scene.start(run_id=run_id)
+    run = await scene.start()
+    with pytest.raises(Conflict):
+        await scene.store.fork(run.run_id, scope=ALL, new_run_id=run_id, from_step=0)
+    assert len(await scene.runs()) == 1
+
+
+async def test_one_run_whose_id_begins_with_anothers_has_its_own_records(scene: Scene) -> None:
+    one, other = await scene.take(run_id="r"), await scene.take(run_id="r1")
+    await scene.append(one, "a")
+    await scene.append(other, "b")
+    assert (await scene.steps("r"), await scene.steps("r1")) == (["a"], ["b"])
+    await scene.complete(one)
+    await scene.store.purge(scope=ALL, limit=10, older_than=-SECOND)
+    assert await scene.steps("r1") == ["b"]
+
+
+DAMAGES: dict[str, dict[str, Any]] = {
+    "input": {"$set": {"input": 7}},
+    "seed": {"$unset": {"seed": ""}},
+    "tags": {"$set": {"tags": ["x"]}},
+    "tenant": {"$set": {"keep_this": 1, "created_at": "yesterday"}},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_document_that_can_not_be_read_lands_failed_and_strands_nobody(
+    scene: Scene, room: Room, damage: str
+) -> None:
+    runs = [await scene.start() for _ in range(3)]
+    room.db["durable_run"].update_one({"_id": runs[1].run_id}, DAMAGES[damage])
+    claimed = await scene.claim(10)
+    assert [one.run.run_id for one in claimed] == [runs[0].run_id, runs[2].run_id]
+    stored: Any = room.db["durable_run"].find_one({"_id": runs[1].run_id})
+    assert (stored["status"], stored["error_kind"]) == ("failed", "payload")
+    room.db["durable_run"].delete_one({"_id": runs[1].run_id})
+
+
+async def test_a_journal_that_can_not_be_read_lands_its_run_failed(scene: Scene, room: Room) -> None:
+    bad, good = await scene.take(), await scene.take()
+    for held in (bad, good):
+        await scene.append(held, "a")
+        await scene.hand_back(held)
+    room.db["durable_step"].update_one({"run_id": bad.run.run_id}, {"$set": {"kind": "riddle"}})
+    assert [one.run.run_id for one in await scene.claim(10)] == [good.run.run_id]
+    run = await scene.get(bad.run.run_id)
+    assert (run.status, run.error_kind) == (Status.FAILED, "payload")
+    room.db["durable_step"].delete_many({"run_id": bad.run.run_id})
+    room.db["durable_run"].delete_many({"_id": bad.run.run_id})
+
+
+async def test_every_unique_index_begins_with_the_tenant(room: Room) -> None:
+    """So the collections can be sharded by it, and two tenants never meet in one key."""
+    for name in room.db.list_collection_names():
+        for index in room.db[name].list_indexes():
+            if index.get("unique"):
+                assert next(iter(index["key"])) == "tenant_id", (name, index["name"])
+
+
+async def test_documents_carry_their_tenant(scene: Scene, room: Room) -> None:
+    held = await scene.take(tenant=ACME, idempotency_key="i")
+    await scene.append(held, "a")
+    await scene.send(held.run.run_id)
+    for name in ("durable_run", "durable_step", "durable_signal", "durable_key"):
+        assert room.db[name].find_one({})["tenant_id"] == str(ACME), name  # type: ignore[index]
+    await scene.store.enqueue([new_run()])

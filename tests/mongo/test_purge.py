@@ -1,0 +1,142 @@
+"""The purge (rules 60, 61): killed before any of its commands, by any number at once, and beside a retry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from mongo.conftest import Open
+from servers.mongo_room import Room
+
+from durable.errors import Conflict, NotFound
+from durable.model import ALL, Dependency
+from durable.settings import SECOND
+from durable.testing.conformance.scenario import Scene, new_run
+from durable_mongo import purge
+from durable_mongo.operation import Work
+
+COMMANDS = 12
+"""More than a purge of one batch sends."""
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Mortal(Work):
+    """A work that ends the process before its n-th command that deletes or buries."""
+
+    left = -1
+
+    @classmethod
+    def spend(cls) -> None:
+        if cls.left == 0:
+            raise Killed
+        cls.left -= 1
+
+    async def remove(self, table: str, where: Any) -> int:
+        self.spend()
+        return await super().remove(table, where)
+
+    async def change_many(self, table: str, where: Any, change: Any, **options: Any) -> int:
+        self.spend()
+        return await super().change_many(table, where, change, **options)
+
+
+async def ended_runs(scene: Scene, count: int) -> list[str]:
+    """Failed runs with everything that can belong to one."""
+    ids: list[str] = []
+    for number in range(count):
+        before = new_run(name="before", queue="none")
+        await scene.store.enqueue([before, new_run(name="after", queue="none", depends_on=(Dependency(run_id=before.run_id),))])
+        held = await scene.take(idempotency_key=f"k{number}", keep=0)
+        await scene.append(held, "a")
+        await scene.send(held.run.run_id)
+        await scene.fail(held)
+        ids.append(held.run.run_id)
+    await scene.later(SECOND)
+    return ids
+
+
+def belongings(room: Room, ids: Sequence[str]) -> int:
+    """How many documents mention these runs anywhere."""
+    where = {"$in": list(ids)}
+    return sum(room.db[name].count_documents({"run_id": where}) for name in ("durable_step", "durable_signal", "durable_key")) + (
+        room.db["durable_run"].count_documents({"_id": where})
+    )
+
+
+@pytest.mark.parametrize("command", range(COMMANDS))
+async def test_a_purge_that_is_killed_before_any_command_leaves_nothing_that_the_next_does_not_find(
+    scene: Scene, room: Room, monkeypatch: pytest.MonkeyPatch, command: int
+) -> None:
+    ids = await ended_runs(scene, 3)
+    monkeypatch.setattr("durable_mongo.connection.Work", Mortal)
+    Mortal.left = command
+    try:
+        await scene.store.purge(scope=ALL, limit=10)
+    except Killed:
+        pass
+    finally:
+        Mortal.left = -1
+    assert list(await scene.store.audit(scope=ALL)) == []
+    seen = [run is not None for run in await scene.store.get(ids, scope=ALL)]
+    assert seen in ([True] * 3, [False] * 3)
+    if any(seen):  # not buried yet: they are whole
+        for run_id in ids:
+            assert await scene.steps(run_id) == ["a"]
+    await scene.store.purge(scope=ALL, limit=10)
+    assert belongings(room, ids) == 0
+    assert list(await scene.store.audit(scope=ALL)) == []
+
+
+async def test_a_buried_run_is_gone_for_everybody_and_its_key_and_id_are_free(scene: Scene, room: Room) -> None:
+    (run_id,) = await ended_runs(scene, 1)
+    await scene.store._database.write(lambda work: purge.bury(work, ALL, 10, None))  # type: ignore[attr-defined]
+    assert await scene.gone(run_id)
+    assert run_id not in [run.run_id for run in await scene.runs()]
+    for call in (
+        scene.history(run_id),
+        scene.store.retry(run_id, scope=ALL, attempts=1),
+        scene.store.explain(run_id, scope=ALL),
+        scene.store.fork(run_id, scope=ALL, new_run_id="other", from_step=0),
+        scene.send(run_id),
+    ):
+        with pytest.raises(NotFound):
+            await call
+    assert not await scene.cancel(run_id)
+    answer = await scene.submit(idempotency_key="k0", run_id=run_id)
+    assert answer.disposition == "created"
+    assert await scene.steps(run_id) == []
+    assert await scene.store.purge(scope=ALL, limit=10) == 0
+    assert await scene.steps(run_id) == []
+    assert not await scene.gone(run_id)
+
+
+async def test_two_purgers_and_a_retry_at_every_step_leave_whole_runs_or_none(opened: Open, room: Room) -> None:
+    """Rounds of two purgers with an operator's retry of each run beside them: the retried ones are whole, the others gone."""
+    one, other = await opened(), await opened()
+    from mongo.conftest import Bench
+
+    scene = Scene(one, Bench(room))  # type: ignore[arg-type]
+    for _ in range(8):
+        ids = await ended_runs(scene, 4)
+        retries = [one.retry(run_id, scope=ALL, attempts=1) for run_id in ids]
+        first, second, *answers = await asyncio.gather(
+            one.purge(scope=ALL, limit=3), other.purge(scope=ALL, limit=3), *retries, return_exceptions=True
+        )
+        assert isinstance(first, int)
+        assert isinstance(second, int)
+        kept = 0
+        for run_id, answer in zip(ids, answers, strict=True):
+            if isinstance(answer, BaseException):
+                assert isinstance(answer, (NotFound, Conflict)), answer
+                assert await scene.gone(run_id)
+            else:
+                kept += 1
+                assert await scene.steps(run_id) == ["a"]
+        assert first + second == 4 - kept
+        assert list(await one.audit(scope=ALL)) == []
+        room.empty()
