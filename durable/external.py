@@ -47,6 +47,7 @@ class Outside:
         self.tasks: set[asyncio.Task[None]] = set()
         self._inbox = inbox
         self._read_at: Instant = 0
+        self._read_for: tuple[Instant, int] | None = None
         self._cancel_at: Instant | None = run.cancel_requested_at
         self._timeout_at: Instant | None = None
         self._listening: dict[str, list[Pending]] = {}
@@ -114,9 +115,9 @@ class Outside:
         names = self._names()
         if not names:
             return best
-        if self._inbox is None or self.stale or (best is not None and self._read_at < best.at):
+        if self._inbox is None or self.stale or (best is not None and self._too_old_for(best)):
             # A signal that was stored before the instant wins, however late the run wakes (32): look before deciding.
-            self.read()
+            self.read(best)
             return None
         return self._signal(names, best)
 
@@ -190,10 +191,16 @@ class Outside:
             signal_seq=None if signal is None else signal.seq,
         )
 
-    def read(self) -> None:
-        """Read the inbox; at most one read at a time."""
+    def _too_old_for(self, best: Event) -> bool:
+        """Was the inbox read before this event? One look that began when the event was known is enough, whatever clocks say: its
+        stamp may come from a clock that is ahead of ours."""
+        return self._read_at < best.at and self._read_for != (best.at, best.order)
+
+    def read(self, best: Event | None = None) -> None:
+        """Read the inbox; at most one read at a time. `best`: the event before which it is read."""
         if not self.reading and not self.host.over:
             self.reading = True
+            self._read_for = None if best is None else (best.at, best.order)
             self._spawn(self._read())
 
     async def _read(self) -> None:

@@ -23,10 +23,11 @@ from durable.codec import error as durable_error
 from durable.context import Context, SyncContext
 from durable.errors import Misuse, NonDeterminismError, SpinningError, StepFailed, StuckError
 from durable.function import step as durable_step
-from durable.model import RecordKind
+from durable.model import Inbox, RecordKind
 from durable.replay import CancelledEnding, Mismatch, MisuseEnding, PutAside, Raised, Returned, Spinning, Stuck
 from durable.retry import Retry
 from durable.settings import SECOND
+from durable.signals import Signal
 
 ran: list[Any] = []
 
@@ -784,3 +785,21 @@ async def test_a_def_body_that_swallows_its_cancel_for_ever_ends_cancelled(monke
         await asyncio.sleep(0.001)
     activation.ask_cancel("enough")
     assert isinstance(await asyncio.wait_for(running, 30), CancelledEnding)
+
+
+@pytest.mark.parametrize("seconds", [0, 3600])
+async def test_an_ask_whose_stamp_is_ahead_of_our_clock_is_delivered_after_one_look(seconds: int) -> None:
+    reads: list[int] = []
+
+    async def body(ctx: Context) -> None:
+        await ctx.wait_signal(Signal("word", str))
+
+    class Counting(Stage):
+        async def inbox(self) -> Inbox:
+            reads.append(1)
+            return await super().inbox()
+
+    stage = Counting()
+    activation = stage.begin(declared(body), cancel_requested_at=stage.now + seconds * SECOND)
+    assert isinstance(await asyncio.wait_for(activation.run(), 30), CancelledEnding)
+    assert len(reads) <= 2
