@@ -113,7 +113,7 @@ class Running:
         except asyncio.CancelledError:
             if not self.abandoned:
                 raise
-        except LeaseLost as error:
+        except (LeaseLost, StoreUnavailable) as error:  # the store is asked until the lease has ended: then it is lost, too
             self.hold.lose(error.message)
             self._report(None, "lost")
         except Exception as error:  # noqa: BLE001 -- a defect of ours must not take the worker with it

@@ -218,6 +218,42 @@ async def test_a_suspension_that_is_answered_woken_reads_the_news_and_goes_on_wi
         assert (run.attempts, [event.outcome for event in seen.of(RunSettled)]) == (1, ["Completed"])
 
 
+async def test_a_store_that_is_gone_when_a_suspension_is_answered_woken_is_a_lost_lease_and_no_fault_of_the_engine(
+    url: str,
+) -> None:
+    async with durable.Client(url, settings={"poll": "100ms", "park_after": "10ms"}) as client:
+        seen = Seen()
+        client.events.attach(seen.append)
+        settle, inbox = client.store.settle, client.store.inbox
+        run = await client.start(listens)
+        gone = False
+
+        async def after_a_signal(entries: Sequence[Any]) -> Any:
+            nonlocal gone
+            if not log:
+                log.append("signalled")
+                await client.signal(run.id, WORD, "still there")
+                gone = True
+            return await settle(entries)
+
+        async def no_answer(leases: Sequence[Any]) -> Any:
+            if gone:
+                raise StoreUnavailable("pulled the plug")
+            return await inbox(leases)
+
+        async def no_renewal(renewals: Sequence[Renewal], *, lease: int) -> Sequence[Renewed]:
+            raise StoreUnavailable("pulled the plug")
+
+        client.store.settle, client.store.inbox = after_a_signal, no_answer  # type: ignore[method-assign]
+        renew, client.store.renew = client.store.renew, no_renewal  # type: ignore[method-assign]
+        async with worker(client, lease="1s"):
+            await until(lambda: seen.of(RunSettled), "the end of the lease")
+            gone = False
+            client.store.renew = renew  # type: ignore[method-assign]
+            assert await run.result() == "still there"
+        assert seen.of(EngineFault) == []
+
+
 # -- cancel (43-47) -----------------------------------------------------------------------------------------------------------
 
 
