@@ -33,6 +33,8 @@ _AWAITABLES = (collections.abc.Awaitable, collections.abc.Coroutine)
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Resolved:
     shapes: dict[str, Shape]
+    positional: list[tuple[str, Shape]]
+    """For each parameter that may be given by position: where its value stands, for messages, and its shape."""
     defaults: dict[str, str]
     """Encoded defaults. One that can not be stored (a sentinel) is missing: Python fills it in at the call."""
     by_name: dict[str, Shape]
@@ -95,18 +97,18 @@ class Signature:
         if isinstance(returns, typing.TypeVar):
             returns = UNTYPED
         self._shape(returns, "return")
-        return _Resolved(shapes, defaults, by_name, returns)
+        positional = [(f"$.{p.name}", shapes[p.name]) for p in self._positional]
+        return _Resolved(shapes, positional, defaults, by_name, returns)
 
     def encode_arguments(self, codec: Codec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """The canonical text of a call. Raises TypeError if the arguments do not fit the signature, SerializationError (with the
         path `$.parameter…`) for a value of the wrong type or one that can not be stored, PayloadTooLarge for too much of it."""
         known = self.resolved
         limit = codec.max_payload
-        shapes = known.shapes
-        if self._simple and not kwargs and len(args) == len(self._positional):
+        if self._simple and not kwargs and len(args) == len(known.positional):
             texts = [
-                shapes[p.name].write(value, f"$.{p.name}", limit=limit)
-                for p, value in zip(self._positional, args, strict=True)
+                shape.write(value, place, limit=limit)
+                for (place, shape), value in zip(known.positional, args, strict=True)
             ]
             return codec.within_limit(f"[[{','.join(texts)}],{{}}]")
         texts, named = self._texts(self._bind(args, kwargs), known, limit)
