@@ -72,6 +72,7 @@ class Core:
         self.connect = connect
         self._busy_timeout = busy_timeout / 1_000_000
         self._last = 0
+        self._went_back = False
         self._failure: str | None = None
         self._checkpoint_pause = 0.0
         self._checkpoint_at = 0.0
@@ -114,13 +115,15 @@ class Core:
         """The store's clock: the wall clock of this machine, never running backwards inside a process."""
         wall = self.clock() if self.clock is not None else time.time_ns() // 1_000
         if wall < self._last:
-            if self.clock is None and self._last - wall > 1_000_000:
+            if self.clock is None and self._last - wall > 1_000_000 and not self._went_back:
+                self._went_back = True  # said once: this is asked thousands of times a second
                 log.warning(
-                    "the clock of this machine went back by %.1f s; leases last longer by that",
+                    "the clock of this machine went back by %.1f s; nothing is due and no lease ends until it has caught up",
                     (self._last - wall) / 1e6,
                 )
             return self._last
         self._last = wall
+        self._went_back = False
         return wall
 
     # -- guards ----------------------------------------------------------------------------------------------------------
