@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from . import cron
 from ._engine.worker import Worker
+from .children import ChildRun, SyncChildRun
 from .client import Client
 from .codec import error
 from .context import Context, SyncContext
@@ -44,6 +45,7 @@ from .signals import Signal
 from .sync import SyncClient, SyncRun, run
 
 __all__ = [
+    "ChildRun",
     "Client",
     "ConfigurationError",
     "Conflict",
@@ -77,6 +79,7 @@ __all__ = [
     "StoreError",
     "StoreUnavailable",
     "StuckError",
+    "SyncChildRun",
     "SyncClient",
     "SyncContext",
     "SyncRun",

@@ -44,7 +44,7 @@ from .replay import (
     TimedOutEnding,
     failed_positions,
 )
-from .settings import SECOND
+from .settings import SECOND, Micros
 from .threadbody import ThreadBody
 
 logger = logging.getLogger("durable")
@@ -85,6 +85,9 @@ class Activation:
         self.interruption: str | None = None
         """CANCEL_ID or TIMEOUT_ID once its record was delivered: from here steps start in shields only."""
         self.over = False
+        self.replay_took: Micros | None = None
+        """How long it took from the start to the frontier; None: it is not there yet. What a wake costs (33)."""
+        self._began = time.perf_counter_ns()
         self._mismatch: NonDeterminismError | None = None
         self._ending: Ending | None = None
         self._failure: BaseException | None = None
@@ -177,11 +180,15 @@ class Activation:
 
     # -- the body's side (bodyloop.Host) --------------------------------------------------------------------------------------
 
-    def registered(self, waiter: Waiter, name: str) -> None:
-        """A call is made: it gets its id, and what the journal holds under that id must be the same call (R6, R7)."""
+    def registered(self, waiter: Waiter, name: str | None) -> None:
+        """A call is made: it gets its id, and what the journal holds under that id must be the same call (R6, R7).
+
+        Without a name it has its id already: the end of a child, an item of a map."""
         journal = self.journal
         scope = self.body.scope()
-        waiter.step_id = step_id = scope.step_id(name)
+        if name is not None:
+            waiter.step_id = scope.step_id(name)
+        step_id = waiter.step_id
         waiter.seen = journal.seen
         waiter.order = self._count = self._count + 1
         record = journal.by_id.get(step_id)
@@ -193,9 +200,12 @@ class Activation:
                     heapq.heappush(self._dues, (waiter.due, waiter.order, waiter))
                 if waiter.kind is RecordKind.SIGNAL:
                     self.outside.listen(waiter)
+                elif waiter.kind is RecordKind.CHILD:
+                    self.outside.expect(waiter)
             elif isinstance(waiter, Pending):
                 self.unstarted[step_id] = waiter
-                waiter.shielded = scope.shields > 0
+                if name is not None:
+                    waiter.shielded = scope.shields > 0
                 if waiter.context is None:  # the user's context variables flow into the step, never back (R10)
                     waiter.context = contextvars.copy_context()
         elif record.kind is not waiter.kind or record.digest != waiter.digest:
@@ -206,6 +216,7 @@ class Activation:
         step_id = waiter.step_id
         if self.waits.get(step_id) is waiter:
             del self.waits[step_id]
+            self.outside.expected.pop(step_id, None)
         if self.unstarted.get(step_id) is waiter:
             del self.unstarted[step_id]
         if isinstance(waiter, Pending):
@@ -283,11 +294,14 @@ class Activation:
         if record.kind is RecordKind.PIVOT:
             self.outside.refused = True
         self.waits.pop(record.step_id, None)
+        self.outside.expected.pop(record.step_id, None)
         waiter.fire(record)
         return True
 
     def _proceed(self) -> None:
         """At the end of what is durable: an event from outside, or new steps, or rest (pump steps 4 to 7)."""
+        if self.replay_took is None:
+            self.replay_took = (time.perf_counter_ns() - self._began) // 1_000
         event = None if self.outside.committing else self.outside.choose()
         if event is not None and self.journal.settled:
             self.outside.commit(event)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .branches import BodyFuture
 from .codec import UNTYPED, Codec, open_envelope, rebuild
 from .errors import NonDeterminismError, SerializationError
-from .model import Instant, RecordKind, StepRecord
+from .model import Instant, Json, NewRun, RecordKind, StepRecord
 from .places import called_at
 from .replay import mark_position
 from .settings import Micros
@@ -57,6 +57,14 @@ class Waiter(Protocol):
         ...
 
 
+class Gathered(Protocol):
+    """Waits for children of which the body needs more than one to go on."""
+
+    def needs(self) -> tuple[int, bool]:
+        """How many ends must come, and whether one that is a failure is enough."""
+        ...
+
+
 class Pending:
     """A call, as the pump sees it. The defaults stand on the class: a call sets only what it needs."""
 
@@ -87,6 +95,11 @@ class Pending:
     # a signal
     signal: str | None = None
     on_time_out: Callable[[], Any] | None = None
+    # a child
+    begins: Callable[[], tuple[Json, tuple[NewRun, ...]]] | None = None
+    """Makes the row of a child and what the record of its start holds; called when that is written."""
+    group: Gathered | None = None
+    """Several ends are waited for together (33)."""
 
     def done(self) -> bool:
         """It has its answer, or the body gave it up."""
@@ -146,7 +159,10 @@ class Call(BodyFuture, Pending):
         """Its record is delivered; to nobody if the body gave it up."""
         if self.done():
             return
-        value, error = self.resolve(record)
+        self.settle(*self.resolve(record))
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        """Its answer is known."""
         if error is None:
             self.set_result(value)
         else:

@@ -15,16 +15,30 @@ import hmac
 import logging
 import uuid as uuids
 from asyncio import events
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 from uuid import UUID
 
 from . import steps
 from .bodyloop import BodyLoop
 from .branches import BranchTask
 from .calls import Call, Pending
+from .children import (
+    ChildRun,
+    Fan,
+    MapCall,
+    RunCall,
+    StartCall,
+    SyncChildRun,
+    ThreadEndCall,
+    ThreadMapCall,
+    ThreadRunCall,
+    ThreadStartCall,
+    begin,
+    checked_child,
+)
 from .codec import Signature, digest, plain, value_envelope
 from .errors import Misuse, SignalTimeout
 from .instants import instant, moment
@@ -37,10 +51,12 @@ from .threadbody import ThreadBody, ThreadCall
 
 if TYPE_CHECKING:
     from .activation import Activation
+    from .function import Function
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+A = TypeVar("A")
 D = TypeVar("D")
 Tx = TypeVar("Tx")
 _NO_DEFAULT: Any = object()
@@ -252,6 +268,78 @@ class Context(_Facts):
         call.place = caller(1)
         return self._made(call, plan.name)  # type: ignore[no-any-return]
 
+    def run(self, fn: Function[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
+        """Run a durable function as a child and wait for what it returns: once, however often the body replays (48).
+
+        The child has its own journal, queue, retries and worker; it inherits the deadline, and is cancelled when this run lands in
+        any state but completed. Raises RunFailed (the original error is its `__cause__` where it can be rebuilt), RunCancelled,
+        RunTimeout or RunForwardIncomplete.
+        """
+        self._here("run")
+        call = RunCall(loop=self._loop)
+        call.host = self._host
+        begin(call, self._host, checked_child(fn, "run"), args, kwargs)
+        call.place = caller(1)
+        return self._made(call, fn.name)  # type: ignore[no-any-return]
+
+    def start(self, fn: Function[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, ChildRun[R]]:
+        """Start a child without waiting for its end. Its row is written with the record of the start (48).
+
+        `await (await ctx.start(f, x)).result()` is `await ctx.run(f, x)`. With `.using(detached=True)` it outlives this run.
+        """
+        self._here("start")
+        call = StartCall(loop=self._loop)
+        begin(call, self._host, checked_child(fn, "start"), args, kwargs)
+        call.made = lambda run_id, step_id: ChildRun(self, fn, run_id, step_id)
+        call.place = caller(1)
+        return self._made(call, fn.name)  # type: ignore[no-any-return]
+
+    @overload
+    def map(
+        self,
+        fn: Function[[A], R],
+        items: Iterable[A],
+        /,
+        *,
+        limit: int | None = None,
+        return_exceptions: Literal[False] = False,
+    ) -> Coroutine[Any, Any, list[R]]: ...
+    @overload
+    def map(
+        self, fn: Function[[A], R], items: Iterable[A], /, *, limit: int | None = None, return_exceptions: Literal[True]
+    ) -> Coroutine[Any, Any, list[R | Exception]]: ...
+    def map(
+        self, fn: Any, items: Iterable[Any], /, *, limit: int | None = None, return_exceptions: bool = False
+    ) -> Any:
+        """A child for each item, at most `limit` at once; the results in the order of the items. Tells its progress by itself.
+
+        The first failure is raised and the rest is not waited for; with `return_exceptions` failures stand among the results. The
+        run is woken when it can go on, not once per child (33).
+        """
+        self._here("map")
+        call = MapCall(loop=self._loop)
+        call.place = caller(1)
+        call.fan = Fan(self._host, call, checked_child(fn, "map"), items, limit, return_exceptions)
+        loop = self._loop
+        if loop.closed:
+            return call
+        scope = loop.scope()
+        path = scope.step_id(f"map:{fn.name}")
+        if self._host.interruption is not None and not scope.shields:
+            call.refuse()
+        else:
+            call.fan.begin(path, shielded=scope.shields > 0)
+        return call
+
+    def _called_for_end(self, function: Any) -> Call:
+        """`ChildRun.result`: a call that takes no place of its own."""
+        self._here("result")
+        call = Call(loop=self._loop)
+        call.codec = self._host.codec
+        call.annotation = function.signature.returns
+        call.place = caller(2)
+        return call
+
     def sleep(self, duration: Duration, /) -> Coroutine[Any, Any, None]:
         """Wait durably: the run leaves memory for long ones. The same as `asyncio.sleep`, with a name of its own (29)."""
         self._here("sleep")
@@ -375,6 +463,67 @@ class SyncContext(_Facts):
         call.context = contextvars.copy_context()
         result: R = self._called(call, plan.name)
         return result
+
+    def run(self, fn: Function[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """As `Context.run`."""
+        self._here("run")
+        call = ThreadRunCall(self._thread)
+        call.host = self._host
+        begin(call, self._host, checked_child(fn, "run"), args, kwargs)
+        call.place = caller(1)
+        call.context = contextvars.copy_context()
+        result: R = self._called(call, fn.name)
+        return result
+
+    def start(self, fn: Function[P, R], /, *args: P.args, **kwargs: P.kwargs) -> SyncChildRun[R]:
+        """As `Context.start`."""
+        self._here("start")
+        call = ThreadStartCall(self._thread)
+        begin(call, self._host, checked_child(fn, "start"), args, kwargs)
+        call.made = lambda run_id, step_id: SyncChildRun(self, fn, run_id, step_id)
+        call.place = caller(1)
+        call.context = contextvars.copy_context()
+        handle: SyncChildRun[R] = self._called(call, fn.name)
+        return handle
+
+    @overload
+    def map(
+        self,
+        fn: Function[[A], R],
+        items: Iterable[A],
+        /,
+        *,
+        limit: int | None = None,
+        return_exceptions: Literal[False] = False,
+    ) -> list[R]: ...
+    @overload
+    def map(
+        self, fn: Function[[A], R], items: Iterable[A], /, *, limit: int | None = None, return_exceptions: Literal[True]
+    ) -> list[R | Exception]: ...
+    def map(
+        self, fn: Any, items: Iterable[Any], /, *, limit: int | None = None, return_exceptions: bool = False
+    ) -> Any:
+        """As `Context.map`."""
+        self._here("map")
+        call = ThreadMapCall(self._thread)
+        call.place = caller(1)
+        call.fan = Fan(self._host, call, checked_child(fn, "map"), items, limit, return_exceptions)
+        return self._called(call, f"map:{fn.name}")
+
+    def _end_of(self, function: Any, step_id: str) -> Any:
+        """`SyncChildRun.result`."""
+        self._here("result")
+        call = ThreadEndCall(self._thread)
+        call.codec = self._host.codec
+        call.annotation = function.signature.returns
+        call.place = caller(2)
+        record = self._host.journal.delivered(step_id)
+        if record is None:
+            return self._called(call, step_id)
+        value, error = call.resolve(record)
+        if error is not None:
+            raise error
+        return value
 
     def sleep(self, duration: Duration, /) -> None:
         """Wait durably."""

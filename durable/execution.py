@@ -230,14 +230,16 @@ class Execution:
         host.journal.land(position, record)
 
     def _new_record(self, call: Pending, position: int) -> NewRecord:
+        envelope, children = (call.envelope, ()) if call.begins is None else call.begins()
         return NewRecord(
             step_id=call.step_id,
             kind=call.kind,
             position=position,
             seen=call.seen,
             digest=call.digest,
-            result=call.envelope if call.attempted is None else call.attempted.envelope,
+            result=envelope if call.attempted is None else call.attempted.envelope,
             floor=self.host.body.now,
+            children=children,
         )
 
     async def _transaction(self, call: Pending, plan: StepPlan) -> BaseException | None:

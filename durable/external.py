@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .calls import Pending, Waiter
 from .codec import plain, read_envelope, value_envelope
+from .endings import END, end_envelope, end_id
 from .errors import WorkerStopped
-from .model import Inbox, Instant, NewRecord, RecordKind, Signal, StepRecord
+from .model import ChildEnd, Inbox, Instant, NewRecord, RecordKind, Signal, StepRecord
 from .replay import CANCEL_ID, TIMEOUT_ID, Rest
+from .settings import MINUTE, Micros
 
 if TYPE_CHECKING:
     from .activation import Activation
 
 _NOTHING = value_envelope("null")
+WAKE_COST = 10
+"""A run that waits for many children is not woken more often than so many times what a replay of it takes: a tenth of a core."""
+LONGEST_WAKE_DELAY: Micros = MINUTE
 
 
 class Event(NamedTuple):
@@ -29,6 +34,7 @@ class Event(NamedTuple):
     waiter: Waiter | None
     signal: Signal | None
     kind: RecordKind
+    child: ChildEnd | None = None
 
 
 class Outside:
@@ -50,6 +56,8 @@ class Outside:
         self._read_for: tuple[Instant, int] | None = None
         self._cancel_at: Instant | None = run.cancel_requested_at
         self._timeout_at: Instant | None = None
+        self.expected: dict[str, Any] = {}
+        """Open waits for the end of a child, by the id of that end."""
         self._listening: dict[str, list[Pending]] = {}
         self._taken: set[int] = set()
         if inbox is not None and inbox.cancel_requested and self._cancel_at is None:
@@ -88,6 +96,10 @@ class Outside:
         assert call.signal is not None
         self._listening.setdefault(call.signal, []).append(call)
 
+    def expect(self, waiter: Waiter) -> None:
+        """The body waits for the end of a child."""
+        self.expected[waiter.step_id] = waiter
+
     def delivered(self, record: StepRecord) -> None:
         """The record of a cancel or time-out was delivered: what it says holds, also in replay."""
         told: dict[str, str] = read_envelope(record.result)[1]
@@ -112,14 +124,15 @@ class Outside:
         first = host.earliest_wait()
         if first is not None and first.due is not None and first.due <= host.recorder.clock():
             best = _earlier(best, Event(first.due, first.order, first, None, first.kind))
-        names = self._names()
-        if not names:
+        names = self._names() if self._listening else {}
+        if not (names or self.expected):
             return best
         if self._inbox is None or self.stale or (best is not None and self._too_old_for(best)):
             # A signal that was stored before the instant wins, however late the run wakes (32): look before deciding.
             self.read(best)
             return None
-        return self._signal(names, best)
+        best = self._signal(names, best) if names else best
+        return self._child(best) if self.expected else best
 
     def _names(self) -> dict[str, Pending]:
         """For each name that is waited for, the wait whose turn it is."""
@@ -143,6 +156,17 @@ class Outside:
             given.add(signal.name)
             if call.due is None or signal.at < call.due:
                 best = _earlier(best, Event(signal.at, call.order, call, signal, RecordKind.SIGNAL))
+        return best
+
+    def _child(self, best: Event | None) -> Event | None:
+        """The first of the children that have landed whose end is waited for; the inbox has them in the order of landing."""
+        assert self._inbox is not None
+        recorded = self.host.journal.by_id
+        for child in self._inbox.children:
+            step_id = end_id(child.step_id)
+            waiter = self.expected.get(step_id)
+            if waiter is not None and step_id not in recorded:
+                return _earlier(best, Event(child.at, waiter.order, waiter, None, RecordKind.CHILD, child))
         return best
 
     # -- writing and reading --------------------------------------------------------------------------------------------------
@@ -176,6 +200,8 @@ class Outside:
     def _record(self, event: Event, position: int) -> NewRecord:
         waiter, signal = event.waiter, event.signal
         result = _NOTHING if signal is None else value_envelope(signal.payload)
+        if event.child is not None:
+            result = end_envelope(event.child)
         step_id = CANCEL_ID if event.kind is RecordKind.CANCEL else TIMEOUT_ID
         if waiter is None:
             reason = self.cancel_reason if event.kind is RecordKind.CANCEL else self.timeout_kind
@@ -249,14 +275,33 @@ class Outside:
             waiting["timers"] = timers
         if signals := sorted(self._names()):
             waiting["signals"] = signals
+        if self.expected:
+            waiting["children"] = sorted(step_id.removesuffix(END) for step_id in self.expected)[:100]
         if retries := sorted(host.execution.backing_off):
             waiting["retries"] = retries[:100]
+        after, delay, on_failure = self._wake_condition()
         return Rest(
             until=until,
             waiting_for=plain.write(waiting),
             wake_seq=self.wake_seq,
+            wake_after=after,
+            wake_delay=delay,
+            wake_on_failure=on_failure,
             blocking=host.body.blocking,
         )
+
+    def _wake_condition(self) -> tuple[int, Micros, bool]:
+        """How many ends of children must come before the body can go on, after what delay, and whether a failure is enough (33)."""
+        if not self.expected:
+            return 0, 0, False
+        groups = {id(waiter.group): waiter.group for waiter in self.expected.values()}
+        needs = [(1, False) if group is None else group.needs() for group in groups.values()]
+        after = min(count for count, _ in needs)
+        delay = 0
+        if after == 1 and len(self.expected) > 1:  # one end of many: gather them, the longer the dearer a wake is
+            took = self.host.replay_took or 0
+            delay = min(max(self.host.recorder.settings.wake_delay, took * WAKE_COST), LONGEST_WAKE_DELAY)
+        return after, delay, any(at_once for _, at_once in needs)
 
 
 def _earlier(one: Event | None, other: Event) -> Event:

@@ -13,10 +13,12 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import os
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Protocol, overload
+from uuid import UUID
 
 from typing_extensions import TypeVar
 
@@ -24,7 +26,7 @@ from .codec import Codec, Signature
 from .context import Context, SyncContext
 from .cron import Cron
 from .errors import Misuse, RegistrationError
-from .model import Json
+from .model import Json, NewRun, new_run_id
 from .options import (
     ABSENT,
     Options,
@@ -42,6 +44,7 @@ from .steps import StepPlan, checked_name
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
+SEED_BYTES = 16
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------------
@@ -241,6 +244,36 @@ class Function(Generic[P, R_co]):
     def encode_arguments(self, codec: Codec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Json:
         """The input of a run. Raises TypeError, SerializationError, PayloadTooLarge."""
         return self.signature.encode_arguments(codec, args, kwargs)
+
+    def new_run(self, payload: Json, *, tenant: UUID | None) -> NewRun:
+        """A run with this input, as it is stored: by the declaration, and by the options of this start."""
+        declared, options = self.declared, self.options
+        retry = options.retry if options.retry is not None else declared.retry
+        return NewRun(
+            run_id=new_run_id(),
+            name=declared.name,
+            input=payload,
+            seed=os.urandom(SEED_BYTES),
+            tenant=tenant,
+            queue=options.queue if options.queue is not None else declared.queue,
+            priority=options.priority if options.priority is not None else declared.priority,
+            delay=options.delay,
+            start_at=options.start_at,
+            deadline_at=options.deadline_at,
+            deadline_after=options.deadline_after,
+            idempotency_key=options.idempotency_key,
+            coalesce_key=options.coalesce_key,
+            on_coalesce=options.on_coalesce,
+            max_delay=options.max_delay,
+            sequence_key=options.sequence_key,
+            concurrency_key=options.concurrency_key,
+            max_attempts=retry.max_attempts,
+            options=options.overrides(),
+            version=declared.version,
+            fingerprint=self.fingerprint,
+            keep=options.keep if options.keep is not None else declared.keep,
+            tags=options.tags,
+        )
 
     def open(self, host: Any, payload: Json, codec: Codec) -> Callable[[], Any]:
         """Bind the body to a context on `host`. Raises SerializationError for an input that it can not read."""

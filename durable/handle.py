@@ -15,10 +15,10 @@ from uuid import UUID
 
 from typing_extensions import TypeVar
 
-from .codec import ErrorData, rebuild
-from .errors import NotFound, RunCancelled, RunFailed, RunForwardIncomplete, RunTimeout, SerializationError
+from .endings import run_error
+from .errors import NotFound
 from .instants import moment
-from .model import Disposition, ErrorKind, RunRecord, Status
+from .model import Disposition, RunRecord, Status
 from .settings import SECOND, Duration, micros
 from .waiting import pulse_of
 
@@ -206,22 +206,7 @@ class Run(Generic[R_co]):
         record = self._record
         if record.status is Status.COMPLETED:
             return self._decoded(record)
-        classes = {
-            Status.FAILED: RunFailed,
-            Status.CANCELLED: RunCancelled,
-            Status.TIMED_OUT: RunTimeout,
-            Status.FORWARD_INCOMPLETE: RunForwardIncomplete,
-        }
-        data = _error_data(record)
-        raised = classes[record.status](
-            f"run {record.run_id} of {record.name} landed {record.status}: {record.error or record.error_kind or 'no reason given'}",
-            run_id=record.run_id,
-            error_kind=record.error_kind,
-            traceback=data.traceback if data is not None else "",
-        )
-        if data is not None:
-            raise raised from rebuild(data)
-        raise raised
+        raise run_error(record)
 
     def _decoded(self, record: RunRecord) -> R_co:
         if record.output is None:
@@ -233,15 +218,6 @@ class Run(Generic[R_co]):
         else:
             value = self._function.decode_result(record.output, codec)
         return value
-
-
-def _error_data(record: RunRecord) -> ErrorData | None:
-    if record.error_detail is None:
-        return None
-    try:
-        return ErrorData.from_json(record.error_detail)
-    except SerializationError:
-        return ErrorData(type_name=record.error_kind or ErrorKind.EXCEPTION, message=record.error or "")
 
 
 __all__ = ["Progress", "Run"]

@@ -7,6 +7,7 @@ typed error with the reason before anything is written; nothing here knows a sto
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from .cron import Cron
 from .errors import ConfigurationError, RegistrationError
 from .instants import instant
-from .model import Instant
+from .model import Instant, Json
 from .retry import Retry
 from .settings import Micros, micros
 from .steps import checked_name
@@ -59,6 +60,15 @@ class Options:
     cron: Cron | None = None
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     detached: bool = False
+
+    def overrides(self) -> Json | None:
+        """What the holder needs to know of this start that the declaration does not say: back-off and time limit."""
+        found: dict[str, Any] = {}
+        if self.retry is not None:
+            found["retry"] = json.loads(self.retry.to_json())
+        if self.timeout is not None or self.unlimited:
+            found["timeout"] = self.timeout
+        return json.dumps(found, separators=(",", ":")) if found else None
 
 
 def checked_text(value: object, what: str, limit: int) -> str:

@@ -126,6 +126,7 @@ class Rest:
     wake_seq: int
     """The wake counter that was read with the inbox that the body has been given (31)."""
     wake_after: int = 0
+    wake_delay: Micros = 0
     wake_on_failure: bool = False
     blocking: bool = False
     """A `def` body: a thread stands still as long as it stays in memory."""
@@ -302,6 +303,11 @@ class Journal:
     def settled(self) -> bool:
         """The frontier: everything that has a position has been delivered. Only here external events are chosen."""
         return self.cursor == len(self.records) and not self._open
+
+    def delivered(self, step_id: str) -> StepRecord | None:
+        """The record of this id, if the body has been given it already."""
+        record = self.by_id.get(step_id)
+        return record if record is not None and _position(record) <= self.seen else None
 
     def assign(self) -> int:
         """The next position. It is in flight until it lands or is given up."""

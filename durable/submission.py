@@ -7,7 +7,6 @@ id and the seed are made here, so that a submit whose answer was lost can be rep
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +14,8 @@ from uuid import UUID
 
 from .codec import Codec
 from .errors import RegistrationError
-from .function import Function
-from .model import Instant, Json, NewRun, Schedule, new_run_id
-
-SEED_BYTES = 16
+from .function import SEED_BYTES, Function
+from .model import Instant, NewRun, Schedule, new_run_id
 
 
 def new_run(
@@ -36,44 +33,7 @@ def new_run(
             f"{candidate!r} is not a durable function",
             hint="decorate it: @durable.function; then pass the function itself",
         )
-    declared, options = function.declared, function.options
-    retry = options.retry if options.retry is not None else declared.retry
-    return NewRun(
-        run_id=new_run_id(),
-        name=declared.name,
-        input=function.encode_arguments(codec, args, kwargs),
-        seed=os.urandom(SEED_BYTES),
-        tenant=tenant,
-        queue=options.queue if options.queue is not None else declared.queue,
-        priority=options.priority if options.priority is not None else declared.priority,
-        delay=options.delay,
-        start_at=options.start_at,
-        deadline_at=options.deadline_at,
-        deadline_after=options.deadline_after,
-        idempotency_key=options.idempotency_key,
-        coalesce_key=options.coalesce_key,
-        on_coalesce=options.on_coalesce,
-        max_delay=options.max_delay,
-        sequence_key=options.sequence_key,
-        concurrency_key=options.concurrency_key,
-        max_attempts=retry.max_attempts,
-        options=_overrides(function),
-        version=declared.version,
-        fingerprint=function.fingerprint,
-        keep=options.keep if options.keep is not None else declared.keep,
-        tags=options.tags,
-    )
-
-
-def _overrides(function: Function[..., Any]) -> Json | None:
-    """What the holder needs to know of this start that the declaration does not say: back-off and time limit."""
-    options = function.options
-    found: dict[str, Any] = {}
-    if options.retry is not None:
-        found["retry"] = json.loads(options.retry.to_json())
-    if options.timeout is not None or options.unlimited:
-        found["timeout"] = options.timeout
-    return json.dumps(found, separators=(",", ":")) if found else None
+    return function.new_run(function.encode_arguments(codec, args, kwargs), tenant=tenant)
 
 
 def scheduled_run(

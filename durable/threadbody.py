@@ -40,8 +40,17 @@ class ThreadCall(Pending):
     def fire(self, record: StepRecord) -> None:
         """Its record is delivered: the thread goes on."""
         if not self.over:
-            self.over = True
-            self.body.answer(*self.resolve(record))
+            self.settle(*self.resolve(record))
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        """Its answer is known: the thread goes on."""
+        self.over = True
+        self.body.answer(value, error)
+
+    def arrive(self, host: Any, name: str) -> None:
+        """The thread stands in this call: it gets its place in the history."""
+        host.registered(self, name)
+        host.wake()
 
     def refuse(self) -> None:
         """It is not made: the run is being cancelled and this is outside a shield (44)."""
@@ -224,8 +233,7 @@ class ThreadBody:
                 else:
                     call.refuse()
             else:
-                self.host.registered(call, name)
-                self.host.wake()
+                call.arrive(self.host, name)
         except Exception as error:  # noqa: BLE001 - a callback has no caller, and the thread would stand still for ever
             self.host.fault(error)
 

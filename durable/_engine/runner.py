@@ -185,6 +185,7 @@ class Running:
                     waiting_for=rest.waiting_for,
                     wake_seq=rest.wake_seq,
                     wake_after=rest.wake_after,
+                    wake_delay=rest.wake_delay,
                     wake_on_failure=rest.wake_on_failure,
                 )
             if self._why == "hand_back":

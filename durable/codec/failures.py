@@ -138,6 +138,12 @@ def rebuild(data: ErrorData, step_id: str = "") -> Exception:
         note = f"recorded failure of step {step_id}, raised there as:\n{data.traceback}" if step_id else data.traceback
         # Not add_note: a class that refuses attributes (a frozen dataclass) refuses that, too.
         object.__setattr__(made, "__notes__", [*getattr(made, "__notes__", ()), note])
+    cause = data.detail.get("cause")
+    if isinstance(cause, dict):
+        try:
+            made.__cause__ = rebuild(ErrorData.from_json(plain.write(cause)))
+        except SerializationError:
+            made.__cause__ = None  # a stored cause that is none: the error itself still stands
     return made
 
 

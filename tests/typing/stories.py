@@ -175,6 +175,33 @@ async def stop(client: durable.Client) -> None:
     assert_type(await run.cancel(reason="customer left"), bool)
 
 
+# runs of runs
+
+
+@durable.function(queue="images")
+async def thumb(ctx: durable.Context, url: str) -> Receipt:
+    return Receipt(id=url)
+
+
+@durable.function
+async def gallery(ctx: durable.Context, urls: list[str]) -> int:
+    assert_type(await ctx.run(thumb, urls[0]), Receipt)
+    child = await ctx.start(thumb.using(priority=5), urls[0])
+    assert_type(child, durable.ChildRun[Receipt])
+    assert_type(await child.result(), Receipt)
+    assert_type(await ctx.map(thumb, urls, limit=50), list[Receipt])
+    done = await ctx.map(thumb, urls, return_exceptions=True)
+    assert_type(done, list[Receipt | Exception])
+    return sum(isinstance(one, Receipt) for one in done)
+
+
+@durable.function
+def blocking_gallery(ctx: durable.SyncContext, urls: list[str]) -> int:
+    assert_type(ctx.run(thumb, urls[0]), Receipt)
+    assert_type(ctx.start(thumb, urls[0]).result(), Receipt)
+    return len(ctx.map(thumb, urls))
+
+
 # def bodies
 
 
