@@ -233,7 +233,12 @@ def _compare(before: Any, after: Any, path: str) -> None:
     if kind in _SCALARS:  # most parts are one: the questions below take longer than this answer
         if before != after:
             raise SerializationError(f"{_name(kind)} would come back as another value", path=path)
-    elif isinstance(before, Mapping):
+    else:
+        _compare_parts(before, after, path)
+
+
+def _compare_parts(before: Any, after: Any, path: str) -> None:
+    if isinstance(before, Mapping):
         for (key, item), (key_after, item_after) in zip(before.items(), _aligned(before, after), strict=True):
             _compare(key, key_after, path)
             _compare(item, item_after, plain.path_of(path, [str(key)]))
@@ -254,8 +259,8 @@ def _compare(before: Any, after: Any, path: str) -> None:
         # In a repeated hour, datetimes of different zones are never equal, even if they are the same instant (PEP 495).
         if after.utcoffset() is None or before.astimezone(UTC) != after.astimezone(UTC):
             raise SerializationError(f"{before.isoformat()} would come back as {after.isoformat()}", path=path)
-    elif _has_equality(kind) and not _equal(before, after):
-        raise SerializationError(f"{_name(kind)} would come back as another value", path=path)
+    elif _has_equality(type(before)) and not _equal(before, after):
+        raise SerializationError(f"{_name(type(before))} would come back as another value", path=path)
 
 
 def _aligned(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
