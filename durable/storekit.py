@@ -20,6 +20,10 @@ from uuid import UUID
 from .errors import ConfigurationError, Conflict, SchemaMismatch
 from .model import ALL, Instant, Names, Scope
 
+RECORD_ROOM = 1 << 20
+"""Bytes that a record may have beyond `max_payload`: its envelope, and the data of an error, whose size is not the user's choice. A value
+that was accepted (a signal, a step's result) must not end its run when it is recorded."""
+
 # -- values ---------------------------------------------------------------------------------------------------------------
 
 _Value = TypeVar("_Value")

@@ -14,6 +14,7 @@ from durable import model as m
 from durable.errors import PayloadTooLarge
 from durable.model import Scope
 from durable.settings import Micros, Settings
+from durable.storekit import RECORD_ROOM
 
 from . import (
     audit,
@@ -123,7 +124,7 @@ class Store:
 
     async def append(self, records: Sequence[tuple[m.Lease, m.NewRecord]]) -> Sequence[m.Appended]:
         """See `journal.append`."""
-        self._weigh(text for _, record in records for text in _payloads(record))
+        self._weigh((text for _, record in records for text in _payloads(record)), room=RECORD_ROOM)
         try:
             return await self._write(lambda work: journal.append(work, records))
         except enqueue.Taken:
@@ -275,9 +276,9 @@ class Store:
         """Let go of all clients; a later call raises StoreUnavailable."""
         await self._database.close()
 
-    def _weigh(self, payloads: Iterable[str | None]) -> None:
+    def _weigh(self, payloads: Iterable[str | None], *, room: int = 0) -> None:
         """Raise PayloadTooLarge for a payload that must not join a shared batch (70)."""
-        limit = self.settings.max_payload
+        limit = self.settings.max_payload + room
         for text in payloads:
             if text is None:
                 continue

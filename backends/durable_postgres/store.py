@@ -13,6 +13,7 @@ from durable import model as m
 from durable.errors import PayloadTooLarge
 from durable.model import Scope
 from durable.settings import SECOND, Micros, Settings
+from durable.storekit import RECORD_ROOM
 
 from . import (
     audit,
@@ -131,7 +132,7 @@ class Store:
 
     async def append(self, records: Sequence[tuple[m.Lease, m.NewRecord]]) -> Sequence[m.Appended]:
         """See `journal.append`."""
-        self._weigh(text for _, record in records for text in _payloads(record))
+        self._weigh((text for _, record in records for text in _payloads(record)), room=RECORD_ROOM)
         return await self._write(lambda work: journal.append(work, records))
 
     async def history(self, run_id: str, *, scope: Scope) -> Sequence[m.StepRecord]:
@@ -293,9 +294,9 @@ class Store:
         if self._contact.for_claims is not None:
             raise self._contact.for_claims
 
-    def _weigh(self, payloads: Iterable[str | None]) -> int:
+    def _weigh(self, payloads: Iterable[str | None], *, room: int = 0) -> int:
         """The bytes of a call's payloads. Raises PayloadTooLarge before it can join a shared batch (70)."""
-        limit, total = self.settings.max_payload, 0
+        limit, total = self.settings.max_payload + room, 0
         for text in payloads:
             if text is None:
                 continue

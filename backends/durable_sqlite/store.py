@@ -13,6 +13,7 @@ from durable import model as m
 from durable.errors import PayloadTooLarge
 from durable.model import Scope
 from durable.settings import Micros, Settings
+from durable.storekit import RECORD_ROOM
 
 from . import (
     audit,
@@ -105,7 +106,7 @@ class Store:
 
     async def append(self, records: Sequence[tuple[m.Lease, m.NewRecord]]) -> Sequence[m.Appended]:
         """See `journal.append`."""
-        weight = self._weigh(text for _, record in records for text in _payloads(record))
+        weight = self._weigh((text for _, record in records for text in _payloads(record)), room=RECORD_ROOM)
         return await self._write(lambda con, now: journal.append(con, now, records), weight=weight)
 
     async def history(self, run_id: str, *, scope: Scope) -> Sequence[m.StepRecord]:
@@ -258,9 +259,9 @@ class Store:
         """Finish what is queued and let go; a later call raises StoreUnavailable."""
         await self._database.close()
 
-    def _weigh(self, payloads: Iterable[str | None]) -> int:
+    def _weigh(self, payloads: Iterable[str | None], *, room: int = 0) -> int:
         """The bytes of a call's payloads. Raises PayloadTooLarge before it can join a shared batch (70)."""
-        limit, total = self.settings.max_payload, 0
+        limit, total = self.settings.max_payload + room, 0
         for text in payloads:
             if text is None:
                 continue

@@ -877,3 +877,35 @@ async def test_row_19_every_try_of_a_step_has_the_same_key_for_services_outside(
         with pytest.raises(durable.RunFailed):
             await run.result(timeout=PATIENCE)
     assert log == [f"{run.id}:tells_its_key"] * 3
+
+
+LETTER = durable.Signal("letter", str)
+
+
+@durable.function(registry=declared)
+async def reads(ctx: durable.Context) -> int:
+    return len(await ctx.wait_signal(LETTER))
+
+
+async def raises_at_length() -> None:
+    raise ValueError("x" * 3_000)
+
+
+@durable.function(registry=declared)
+async def fails_at_length(ctx: durable.Context) -> str:
+    try:
+        await ctx.step(raises_at_length)
+    except ValueError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+async def test_row_56_what_was_accepted_ends_no_run_when_it_is_recorded(tmp_path: Path) -> None:
+    async with (
+        durable.Client(f"sqlite:///{tmp_path / 'small.db'}", settings={"max_payload": 2_000, "poll": "50ms"}) as client,
+        durable.Worker(client, functions=[reads, fails_at_length]),
+    ):
+        run = await client.start(reads)
+        await run.signal(LETTER, "x" * 1_998)  # with its quotes exactly max_payload
+        assert await run.result(timeout=30) == 1_998
+        assert await client.run(fails_at_length) == "ValueError"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from durable.codec.plain import write
+from durable.errors import PayloadTooLarge
 from durable.model import ALL, Completed, Failed, HandedBack, RecordKind, Suspended
 from durable.settings import HOUR
 
@@ -172,6 +173,19 @@ async def test_large_payloads_side_by_side_do_not_harm_each_other(scene: Scene) 
     assert [answer.state for answer in await scene.store.append(records)] == ["appended"] * 4
     for one in held:
         assert (await scene.history(one.run.run_id))[0].result == big
+
+
+@rule(32, 70)
+async def test_a_value_of_the_largest_size_can_be_sent_and_recorded_and_one_beyond_is_refused(scene: Scene) -> None:
+    most = scene.store.settings.max_payload
+    largest = json.dumps("x" * (most - 2))
+    held = await scene.take()
+    await scene.send(held.run.run_id, "word", payload=largest)
+    envelope = f'{{"v":{largest}}}'
+    await scene.append(held, "signal:word", kind=RecordKind.SIGNAL, result=envelope)
+    assert (await scene.history(held.run.run_id))[0].result == envelope
+    with pytest.raises(PayloadTooLarge):
+        await scene.send(held.run.run_id, "word", payload=largest + " ")
 
 
 @rule(25, 71)
