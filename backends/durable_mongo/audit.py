@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from durable.model import ALL, Finding, Scope
 
-from .changes import ENDED, LIVE, present
+from .changes import ENDED, LIVE, ROUTE, present
 from .operation import Document, Work
 from .rows import of_scope
 
@@ -47,9 +47,17 @@ def _where(name: str, text: str, where: Mapping[str, Any], detail: Any = "$statu
     return _Invariant(name, text, lambda _: [{"$match": where}, _told(detail=detail)])
 
 
-def _joined(work: Work, table: str, local: Any, foreign: str, *more: Mapping[str, Any], name: str = "found") -> Document:
+def _joined(
+    work: Work, table: str, local: Any, foreign: str, *more: Mapping[str, Any], name: str = "found"
+) -> Document:
     pipeline: list[Mapping[str, Any]] = [*more, {"$limit": 1}]
-    lookup = {"from": work.name_of(table), "localField": local, "foreignField": foreign, "pipeline": pipeline, "as": name}
+    lookup = {
+        "from": work.name_of(table),
+        "localField": local,
+        "foreignField": foreign,
+        "pipeline": pipeline,
+        "as": name,
+    }
     return {"$lookup": lookup}
 
 
@@ -118,7 +126,11 @@ def _key_of_other_tenant() -> Document:
 
 RUNS: Final[tuple[_Invariant, ...]] = (
     # -- the state of a run
-    _where("output_only_completed", "an output although it did not complete", {"output": {"$ne": None}, "status": {"$ne": "completed"}}),
+    _where(
+        "output_only_completed",
+        "an output although it did not complete",
+        {"output": {"$ne": None}, "status": {"$ne": "completed"}},
+    ),
     _where(
         "completed_with_output",
         "completed without an output, or with an error",
@@ -129,8 +141,16 @@ RUNS: Final[tuple[_Invariant, ...]] = (
         "it did not complete and says no reason",
         {"status": {"$in": _BAD_ENDS}, "$or": _gone("error", "error_kind")},
     ),
-    _where("terminal_has_stamps", "terminal without finished_at or purge_at", {"status": _ENDED, "$or": _gone("finished_at", "purge_at")}),
-    _where("live_has_no_stamps", "live with finished_at or purge_at", {"status": _LIVE, "$or": _there("finished_at", "purge_at")}),
+    _where(
+        "terminal_has_stamps",
+        "terminal without finished_at or purge_at",
+        {"status": _ENDED, "$or": _gone("finished_at", "purge_at")},
+    ),
+    _where(
+        "live_has_no_stamps",
+        "live with finished_at or purge_at",
+        {"status": _LIVE, "$or": _there("finished_at", "purge_at")},
+    ),
     _where(
         "terminal_waits_for_nothing",
         "terminal, and still due, blocked or waiting",
@@ -138,11 +158,18 @@ RUNS: Final[tuple[_Invariant, ...]] = (
     ),
     _where("known_status", "a status that there is not", {"status": {"$nin": [*LIVE, *ENDED]}}),
     # -- ownership
-    _where("lease_only_running", "a lease although it is not running", {"leased_until": {"$ne": None}, "status": {"$ne": "running"}}),
+    _where(
+        "lease_only_running",
+        "a lease although it is not running",
+        {"leased_until": {"$ne": None}, "status": {"$ne": "running"}},
+    ),
     _where(
         "running_has_lease",
         "running without a lease, a mark, a claim or a start",
-        {"status": "running", "$or": [*_gone("leased_until", "claim_token", "mark", "started_at"), {"attempts": {"$lt": 1}}]},
+        {
+            "status": "running",
+            "$or": [*_gone("leased_until", "claim_token", "mark", "started_at"), {"attempts": {"$lt": 1}}],
+        },
     ),
     _where(
         "running_is_not_held_back",
@@ -157,14 +184,7 @@ RUNS: Final[tuple[_Invariant, ...]] = (
     _where(
         "route_fits",
         "claimed by another name, version or family than it has",
-        {
-            "$expr": {
-                "$ne": [
-                    "$route",
-                    {"$concat": ["$name", "/", {"$ifNull": ["$version", ""]}, "@", {"$ifNull": ["$replay_family", ""]}]},
-                ]
-            }
-        },
+        {"status": {"$in": ["pending", "suspended"]}, "$expr": {"$ne": ["$route", ROUTE]}},
         "$route",
     ),
     _where(
@@ -236,8 +256,16 @@ RUNS: Final[tuple[_Invariant, ...]] = (
         "an unreleased node whose count is not that of the open runs before it",
         lambda work: [
             *_expected_open(work),
-            {"$set": {"open": {"$size": {"$filter": {"input": "$edges", "cond": {"$ne": ["$$this.status", "completed"]}}}}}},
-            {"$match": {"$expr": {"$or": [{"$eq": ["$open", 0]}, {"$ne": ["$open", {"$ifNull": ["$wake_after", 0]}]}]}}},
+            {
+                "$set": {
+                    "open": {"$size": {"$filter": {"input": "$edges", "cond": {"$ne": ["$$this.status", "completed"]}}}}
+                }
+            },
+            {
+                "$match": {
+                    "$expr": {"$or": [{"$eq": ["$open", 0]}, {"$ne": ["$open", {"$ifNull": ["$wake_after", 0]}]}]}
+                }
+            },
             _told(detail="$wake_after"),
         ],
     ),
@@ -252,7 +280,14 @@ RUNS: Final[tuple[_Invariant, ...]] = (
         "its idempotency key is not registered as its own",
         lambda work: [
             {"$match": {"idempotency_key": {"$ne": None}}},
-            {"$lookup": {"from": work.name_of("durable_key"), "localField": "idempotency_key", "foreignField": "_id", "as": "found"}},
+            {
+                "$lookup": {
+                    "from": work.name_of("durable_key"),
+                    "localField": "idempotency_key",
+                    "foreignField": "_id",
+                    "as": "found",
+                }
+            },
             {"$match": {"$expr": {"$not": {"$in": ["$_id", "$found.run_id"]}}}},
             _told(detail="$idempotency_key"),
         ],
@@ -279,7 +314,11 @@ RUNS: Final[tuple[_Invariant, ...]] = (
             _told(detail="$parent_run_id"),
         ],
     ),
-    _where("permit_in_flight", "a permit of a run that is not running", {"permits.0": {"$exists": True}, "status": {"$ne": "running"}}),
+    _where(
+        "permit_in_flight",
+        "a permit of a run that is not running",
+        {"permits.0": {"$exists": True}, "status": {"$ne": "running"}},
+    ),
     _Invariant(
         "sequence_one_at_a_time",
         "several runs of one sequence at once",
@@ -295,18 +334,34 @@ RUNS: Final[tuple[_Invariant, ...]] = (
         "runs of a sequence that all wait for their turn",
         lambda _: [
             {"$match": {"sequence_key": {"$ne": None}, "status": _LIVE}},
-            {"$group": {"_id": "$sequence_key", "first": {"$min": "$_id"}, "blocks": {"$addToSet": {"$ifNull": ["$blocked_on", ""]}}}},
+            {
+                "$group": {
+                    "_id": "$sequence_key",
+                    "first": {"$min": "$_id"},
+                    "blocks": {"$addToSet": {"$ifNull": ["$blocked_on", ""]}},
+                }
+            },
             {"$match": {"blocks": ["sequence"]}},
             _told("$first", "$_id"),
         ],
     ),
-    _where("live_in_line", "live, and not in the line of its sequence", {"sequence_key": {"$ne": None}, "status": _LIVE, "line": None}),
+    _where(
+        "live_in_line",
+        "live, and not in the line of its sequence",
+        {"sequence_key": {"$ne": None}, "status": _LIVE, "line": None},
+    ),
     _Invariant(
         "slot_fired_once",
         "two runs of one slot of a schedule",
         lambda _: [
             {"$match": {"schedule_id": {"$ne": None}, "scheduled_for": {"$ne": None}}},
-            {"$group": {"_id": {"id": "$schedule_id", "at": "$scheduled_for"}, "count": {"$sum": 1}, "first": {"$min": "$_id"}}},
+            {
+                "$group": {
+                    "_id": {"id": "$schedule_id", "at": "$scheduled_for"},
+                    "count": {"$sum": 1},
+                    "first": {"$min": "$_id"},
+                }
+            },
             {"$match": {"count": {"$gt": 1}}},
             _told("$first", "$_id.id"),
         ],
@@ -317,11 +372,15 @@ _RUN_OF_STEP: Final = {"$project": {"attempts": 1, "tenant_id": 1, "wake_seq": 1
 
 
 def _of_a_run(name: str, text: str, condition: Any, detail: Any = "$step_id") -> _Invariant:
-    return _Invariant(name, text, lambda _: [{"$match": {"run.0": {"$exists": True}, "$expr": condition}}, _told("$run_id", detail)])
+    return _Invariant(
+        name, text, lambda _: [{"$match": {"run.0": {"$exists": True}, "$expr": condition}}, _told("$run_id", detail)]
+    )
 
 
 def _orphan(what: str) -> _Invariant:
-    return _Invariant(f"orphan_{what}", f"a {what} of a run that is not there", lambda _: [{"$match": {"run": []}}, _told("$run_id")])
+    return _Invariant(
+        f"orphan_{what}", f"a {what} of a run that is not there", lambda _: [{"$match": {"run": []}}, _told("$run_id")]
+    )
 
 
 _ATTEMPTS: Final = {"$first": "$run.attempts"}
@@ -348,7 +407,11 @@ STEPS: Final[tuple[_Invariant, ...]] = (
         {"$or": [{"$lt": ["$fence", 1]}, {"$gt": ["$fence", _ATTEMPTS]}]},
         {"$toString": "$fence"},
     ),
-    _of_a_run("record_tenant", "a record of another tenant than its run", {"$ne": ["$tenant_id", {"$first": "$run.tenant_id"}]}),
+    _of_a_run(
+        "record_tenant",
+        "a record of another tenant than its run",
+        {"$ne": ["$tenant_id", {"$first": "$run.tenant_id"}]},
+    ),
     _orphan("record"),
     _Invariant(
         "position_unique",
@@ -400,7 +463,10 @@ SCHEDULES: Final[tuple[_Invariant, ...]] = (
 
 async def audit(work: Work, scope: Scope) -> list[Finding]:
     """Every finding, at most a hundred of each invariant. Runs that are being purged are gone, and what belongs to them goes (61)."""
-    of_run: list[Document] = [_joined(work, "durable_run", "run_id", "_id", _RUN_OF_STEP, name="run"), {"$match": {"run.purging_at": None}}]
+    of_run: list[Document] = [
+        _joined(work, "durable_run", "run_id", "_id", _RUN_OF_STEP, name="run"),
+        {"$match": {"run.purging_at": None}},
+    ]
     findings: list[Finding] = []
     for table, invariants, before in (
         ("durable_run", RUNS, [{"$match": {"purging_at": None}}]),

@@ -58,7 +58,9 @@ async def _ask(work: Work, row: Document, reason: str) -> None:
         put["status"] = "pending"
         drop = ("available_at", "wake_after", "waiting_for")
         work.announce(f"queue:{row['queue']}")
-    await work.change_one("durable_run", {"_id": run_id, "status": IS_LIVE}, change(put=put, compute=compute, drop=drop))
+    await work.change_one(
+        "durable_run", {"_id": run_id, "status": IS_LIVE}, change(put=put, compute=compute, drop=drop)
+    )
     if not refused:
         work.announce(f"run:{run_id}")
 

@@ -1,7 +1,8 @@
 """How a run's document is changed: update pipelines, in which values are data and every change keeps `ready` true to the rest.
 
-A run is in the index of claimable runs while it has `ready`: pending, not waiting for a time, not held back. `change` ends with the
-stage that works that out, so that no operation can forget it. Absent fields are absent, never null: partial indexes count on it.
+A run is in the index of claimable runs while it has `ready`: pending, not waiting for a time, not held back. It stands there under its
+`route`: name, version and the replay family of its records. `change` ends with the stage that works both out, so that no operation can
+forget it; while a run is running or over neither counts. Absent fields are absent, never null: partial indexes count on it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from typing import Any, Final
 
 Stage = dict[str, Any]
 
+ROUTE: Final = {
+    "$concat": ["$name", "/", {"$ifNull": ["$version", ""]}, "@", {"$ifNull": ["$replay_family", ""]}],
+}
 READY: Final[Stage] = {
     "$set": {
+        "route": ROUTE,
         "ready": {
             "$cond": [
                 {
@@ -25,7 +30,7 @@ READY: Final[Stage] = {
                 True,
                 "$$REMOVE",
             ]
-        }
+        },
     }
 }
 LIVE: Final = ("pending", "running", "suspended")
@@ -70,4 +75,4 @@ def only_if(condition: Any, then: Any, otherwise: Any = "$$REMOVE") -> Stage:
     return {"$cond": [condition, then, otherwise]}
 
 
-__all__ = ["ENDED", "IS_ENDED", "IS_LIVE", "LIVE", "READY", "Stage", "change", "only_if", "plus", "present"]
+__all__ = ["ENDED", "IS_ENDED", "IS_LIVE", "LIVE", "READY", "ROUTE", "Stage", "change", "only_if", "plus", "present"]

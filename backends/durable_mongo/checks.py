@@ -81,7 +81,9 @@ async def _write_concern(admin: Any) -> Check:
 
 def _schema(found: Any, vital: list[str]) -> Check:
     if vital:
-        return Check(name="schema", level="refuse", text=f"unique indexes are missing: {', '.join(vital)}; run `durable migrate`")
+        return Check(
+            name="schema", level="refuse", text=f"unique indexes are missing: {', '.join(vital)}; run `durable migrate`"
+        )
     if found.found != found.wanted:
         text = f"the collections have version {found.found}, this code wants {found.wanted}; run `durable migrate`"
         return Check(name="schema", level="refuse", text=text)
@@ -97,7 +99,9 @@ def _skew(hello: Mapping[str, Any], took: int) -> Check:
     if skew > MOST_SKEW + took:
         text = f"the clock of this machine is {skew / SECOND:.1f} s off the server's: durable goes by the server's, logs may not"
         return Check(name="clock", level="warn", text=text)
-    return Check(name="clock", level="ok", text=f"{skew / 1_000:.0f} ms between the clock of this machine and the server's")
+    return Check(
+        name="clock", level="ok", text=f"{skew / 1_000:.0f} ms between the clock of this machine and the server's"
+    )
 
 
 async def _changes(home: Any) -> Check:

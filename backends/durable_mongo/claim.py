@@ -34,7 +34,14 @@ FURTHEST: Final = 16
 _ORDER: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
 _READY: Final = {"status": "pending", "ready": True}
 # An ask and no record (45), or past its deadline (12): such runs end at a claim.
-_ENDING: Final = ("cancel_requested_at", "cancel_refused_at", "replay_family", "deadline_at", "compensating", "cancel_reason")
+_ENDING: Final = (
+    "cancel_requested_at",
+    "cancel_refused_at",
+    "replay_family",
+    "deadline_at",
+    "compensating",
+    "cancel_reason",
+)
 
 
 class Claims:
@@ -141,7 +148,15 @@ class _Claim:
                 {"compensating": True},
                 {"$expr": {"$gt": ["$deadline_at", work.clock.expression()]}},
             ],
-            "$and": [{"$or": [{"cancel_requested_at": None}, {"cancel_refused_at": {"$ne": None}}, {"replay_family": {"$ne": None}}]}],
+            "$and": [
+                {
+                    "$or": [
+                        {"cancel_requested_at": None},
+                        {"cancel_refused_at": {"$ne": None}},
+                        {"replay_family": {"$ne": None}},
+                    ]
+                }
+            ],
         }
         where: Where = {"_id": {"$in": list(ids)}, **_READY, **going}
         return await work.change_many("durable_run", where, taken(work, self._request))
@@ -172,7 +187,9 @@ class _Claim:
                 request.limit - len(taken_already) - len(chosen),
             )
             if room > 0:
-                chosen += rows if len(rows) <= room else random.sample(rows, room) if self._claims.reach > 1 else rows[:room]
+                chosen += (
+                    rows if len(rows) <= room else random.sample(rows, room) if self._claims.reach > 1 else rows[:room]
+                )
         return [row["_id"] for row in chosen]
 
     async def _lonely(self, work: Work) -> list[Document]:
@@ -212,7 +229,9 @@ class _Claim:
         names = sorted({name for name, _ in request.functions})
         rules = await flow.rules_for(work, request.queues, names, request.scope)
         closed: set[str] = set()
-        if request.scope is not ALL:  # an unbound claim holds the paused runs back one by one, once: other tenants' go on
+        if (
+            request.scope is not ALL
+        ):  # an unbound claim holds the paused runs back one by one, once: other tenants' go on
             closed = {rule.scope_name for rule in rules if rule.paused}
         if request.alone:
             for _ in range(ROUNDS):
@@ -344,7 +363,9 @@ async def _nothing() -> list[Document]:
 def _ending(work: Work, row: Document) -> landing.Ending | None:
     """How a run ends that should not be called any more: an ask and no record (45), or past its deadline (12)."""
     if asked(row) and "replay_family" not in row:
-        failure = Failure(message=row.get("cancel_reason") or "cancelled before its first record", kind=ErrorKind.CANCELLED)
+        failure = Failure(
+            message=row.get("cancel_reason") or "cancelled before its first record", kind=ErrorKind.CANCELLED
+        )
         return landing.Ending(run_id=row["_id"], status=Status.CANCELLED, failure=failure)
     deadline_at = instant(row, "deadline_at")
     if deadline_at is not None and deadline_at <= work.now and not row.get("compensating"):
@@ -356,7 +377,9 @@ def _ending(work: Work, row: Document) -> landing.Ending | None:
 async def _land_damaged(work: Work, rows: Sequence[Document]) -> None:
     failure = Failure(message="its stored row or journal can not be read: it is damaged", kind=ErrorKind.PAYLOAD)
     mine = await work.find(
-        "durable_run", {"_id": {"$in": [row["_id"] for row in rows]}, "mark": {"$in": [row["mark"] for row in rows]}}, fields=["_id"]
+        "durable_run",
+        {"_id": {"$in": [row["_id"] for row in rows]}, "mark": {"$in": [row["mark"] for row in rows]}},
+        fields=["_id"],
     )
     await landing.land(work, [landing.Ending(run_id=row["_id"], status=Status.FAILED, failure=failure) for row in mine])
 

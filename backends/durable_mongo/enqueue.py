@@ -82,7 +82,8 @@ async def enqueue(work: Work, runs: Sequence[NewRun]) -> list[Submitted]:
         ids = [ending.run_id for ending in batch.lost]
         landed = {row["_id"]: run_record(row) for row in await work.find("durable_run", {"_id": {"$in": ids}})}
         answers = [
-            Submitted(run=landed.get(answer.run.run_id, answer.run), disposition=answer.disposition) for answer in answers
+            Submitted(run=landed.get(answer.run.run_id, answer.run), disposition=answer.disposition)
+            for answer in answers
         ]
     return answers
 
@@ -152,7 +153,12 @@ class _Batch:
             if run.coalesce_key is not None:
                 by_tenant.setdefault(tenant_text(run.tenant), set()).add(stored_key(run.tenant, run.coalesce_key))
         for tenant_id, keys in sorted(by_tenant.items()):
-            where = {"tenant_id": tenant_id, "coalesce_key": {"$in": sorted(keys), "$gt": ""}, "status": "pending", "attempts": 0}
+            where = {
+                "tenant_id": tenant_id,
+                "coalesce_key": {"$in": sorted(keys), "$gt": ""},
+                "status": "pending",
+                "attempts": 0,
+            }
             for row in await self.work.find("durable_run", where):
                 self.waiting[row["coalesce_key"]] = self.known.setdefault(row["_id"], row)
 
@@ -312,7 +318,8 @@ class _Batch:
             if run_id not in self.created and run_id in self.known
         ]
         changes += [
-            ({"_id": run_id, "status": "pending", "attempts": 0}, _join(row)) for run_id, row in sorted(self.joined.items())
+            ({"_id": run_id, "status": "pending", "attempts": 0}, _join(row))
+            for run_id, row in sorted(self.joined.items())
         ]
         await work.change_each("durable_run", changes)
         # Keys first: a create and a join of one key meet in this collection (35).
@@ -339,7 +346,9 @@ def check(run: NewRun) -> None:
     for what in ("idempotency_key", "coalesce_key", "sequence_key", "concurrency_key"):
         key = getattr(run, what)
         if key is not None and not 0 < len(key) <= KEY_LENGTH:
-            raise Conflict(f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones")
+            raise Conflict(
+                f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones"
+            )
     check_id(run.run_id)
 
 
@@ -419,7 +428,16 @@ def _document(
             document[name] = stored_key(run.tenant, key)
     if run.sequence_key is not None:
         document["line"] = document["sequence_key"]
-    for name in ("version", "keep", "max_attempts", "fingerprint", "concurrency_key", "parent_run_id", "parent_step_id", "options"):
+    for name in (
+        "version",
+        "keep",
+        "max_attempts",
+        "fingerprint",
+        "concurrency_key",
+        "parent_run_id",
+        "parent_step_id",
+        "options",
+    ):
         value = getattr(run, name)
         if value is not None:
             document[name] = value

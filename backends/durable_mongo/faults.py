@@ -69,7 +69,9 @@ def unknown_commit(error: BaseException) -> bool:
     """The commit may have happened: it is to be asked for again. Also where the server gives no label (a failed write concern)."""
     if not isinstance(error, PyMongoError):
         return False
-    return error.has_error_label(UNKNOWN_COMMIT) or isinstance(error, (WriteConcernError, WTimeoutError, ConnectionFailure))
+    return error.has_error_label(UNKNOWN_COMMIT) or isinstance(
+        error, (WriteConcernError, WTimeoutError, ConnectionFailure)
+    )
 
 
 def passing(error: BaseException) -> bool:

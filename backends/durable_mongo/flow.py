@@ -220,7 +220,9 @@ async def _unblock(work: Work, text: str, count: int) -> int:
         "durable_run", {"status": "pending", "blocked_on": text}, fields=["queue"], sort=_FIRST, limit=count
     )
     if rows:
-        await work.change_many("durable_run", {"_id": {"$in": [row["_id"] for row in rows]}, "blocked_on": text}, UNBLOCK)
+        await work.change_many(
+            "durable_run", {"_id": {"$in": [row["_id"] for row in rows]}, "blocked_on": text}, UNBLOCK
+        )
     for queue in {row["queue"] for row in rows}:
         work.announce(f"queue:{queue}")
     return len(rows)
@@ -239,7 +241,9 @@ async def next_in_sequence(work: Work, sequence_keys: Iterable[str]) -> None:
     for key in sorted(set(sequence_keys)):
         head = await head_of(work, key)
         if head is not None and head.get("blocked_on") == SEQUENCE:
-            await work.change_one("durable_run", {"_id": head["_id"], "blocked_on": SEQUENCE}, change(drop=("blocked_on",)))
+            await work.change_one(
+                "durable_run", {"_id": head["_id"], "blocked_on": SEQUENCE}, change(drop=("blocked_on",))
+            )
             work.announce(f"queue:{head['queue']}")
 
 
@@ -307,7 +311,10 @@ async def _adjust_permits(work: Work, record: QueueRecord, tenant_id: str, base:
     texts_of = {row["_id"]: f"{base}:{row['concurrency_key']}" if kind == "key" else base for row in running}
     await work.change_each(
         "durable_run",
-        [({"_id": run_id}, {"$addToSet": {"permits": text}, "$set": {"linked": True}}) for run_id, text in texts_of.items()],
+        [
+            ({"_id": run_id}, {"$addToSet": {"permits": text}, "$set": {"linked": True}})
+            for run_id, text in texts_of.items()
+        ],
     )
 
 
@@ -318,7 +325,9 @@ async def take_late(work: Work, run_ids: Sequence[str]) -> None:
     rules = await _rules(work, {queue_id for pairs in scopes.values() for queue_id, _ in pairs})
     changes: list[tuple[Where, Change]] = []
     for run_id, pairs in scopes.items():
-        texts = [text for queue_id, text in pairs if queue_id in rules and rules[queue_id].record.max_concurrency is not None]
+        texts = [
+            text for queue_id, text in pairs if queue_id in rules and rules[queue_id].record.max_concurrency is not None
+        ]
         if texts:
             changes.append(({"_id": run_id}, {"$addToSet": {"permits": {"$each": texts}}, "$set": {"linked": True}}))
     await _lock(work, rules)
@@ -347,7 +356,9 @@ def _under(base: str) -> Document:
 
 
 async def _permits_in_use(work: Work, base: str) -> list[str]:
-    rows = await work.find("durable_run", {"permits": {"$exists": True, "$elemMatch": _under(base)}}, fields=["permits"])
+    rows = await work.find(
+        "durable_run", {"permits": {"$exists": True, "$elemMatch": _under(base)}}, fields=["permits"]
+    )
     return sorted({text for row in rows for text in row["permits"] if text == base or text.startswith(f"{base}:")})
 
 
@@ -398,7 +409,9 @@ async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
         text = scope_text(tenant_text(rule.record.tenant), rule.record.scope_name)
         if await _fill(work, rule, text, limit):
             await _lock(work, [rule.queue_id])
-        if not rule.record.paused and await work.first("durable_run", {"status": "pending", "blocked_on": text}, fields=["_id"]):
+        if not rule.record.paused and await work.first(
+            "durable_run", {"status": "pending", "blocked_on": text}, fields=["_id"]
+        ):
             due = rule.next_token(work.now)
             if due > work.now:  # otherwise it waits for a permit, and who gives that back releases it
                 soonest = due if soonest is None else min(soonest, due)
@@ -431,7 +444,9 @@ async def _free_heads(work: Work, scope: Scope, limit: int) -> int:
     freed = 0
     for row in await work.aggregate("durable_run", stages):
         key = row["_id"]
-        if key is None or await work.first("durable_run", {"line": key, "blocked_on": {"$ne": SEQUENCE}}, fields=["_id"]):
+        if key is None or await work.first(
+            "durable_run", {"line": key, "blocked_on": {"$ne": SEQUENCE}}, fields=["_id"]
+        ):
             continue
         head = await head_of(work, key)
         if head is not None and freed < limit:

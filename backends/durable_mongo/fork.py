@@ -19,7 +19,19 @@ from .times import stored
 # Fresh keys, no parent, no schedule, no signals: a run of its own, with the seed and the start of the old one, so that what is
 # replayed reads the same.
 COPIED: Final = (
-    *("name", "tenant_id", "queue", "priority", "max_attempts", "options", "version", "fingerprint", "seed", "keep", "tags"),
+    *(
+        "name",
+        "tenant_id",
+        "queue",
+        "priority",
+        "max_attempts",
+        "options",
+        "version",
+        "fingerprint",
+        "seed",
+        "keep",
+        "tags",
+    ),
     *("sequence_key", "concurrency_key", "input", "deadline_length"),
 )
 
@@ -31,7 +43,9 @@ async def fork(work: Work, run_id: str, scope: Scope, new_run_id: str, from_step
     if made is not None and visible(made, scope):
         if made.get("forked_from") == run_id:
             return run_record(made)
-        raise Conflict(f"run {new_run_id} is there already and is no fork of {run_id}", hint="choose a new id for the fork")
+        raise Conflict(
+            f"run {new_run_id} is there already and is no fork of {run_id}", hint="choose a new id for the fork"
+        )
     if origin is None or not visible(origin, scope):
         raise NotFound(f"there is no run {run_id}")
     if made is not None:

@@ -32,17 +32,12 @@ TOUCH: Final[list[Stage]] = [
             "record_fence": "$attempts",
             # The family belongs to the records: the first one binds the run to the interpreters that can replay it.
             "replay_family": {"$ifNull": ["$replay_family", "$claim_family"]},
-            "route": {
-                "$concat": [
-                    *("$name", "/", {"$ifNull": ["$version", ""]}, "@"),
-                    {"$ifNull": ["$replay_family", {"$ifNull": ["$claim_family", ""]}]},
-                ]
-            },
         }
     },
     {"$unset": ["mismatch_since"]},
 ]
-"""What every record does to its run's document: the fence, held until the commit, and what the sweep and the claim need to know."""
+"""What every record does to its run's document: the fence, held until the commit, and what the sweep and the claim need to know. No field
+of an index is among them: a change of one costs ten times as much."""
 
 
 def mark_of(lease: Lease) -> str:

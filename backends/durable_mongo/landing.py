@@ -22,7 +22,16 @@ from .times import milliseconds, stored
 
 UPSTREAM: Final = "a run before it in its graph did not complete"
 FAREWELL: Final = (
-    *("leased_until", "available_at", "release_at", "blocked_on", "mismatch_since", "waiting_for", "wake_after", "wake_delay"),
+    *(
+        "leased_until",
+        "available_at",
+        "release_at",
+        "blocked_on",
+        "mismatch_since",
+        "waiting_for",
+        "wake_after",
+        "wake_delay",
+    ),
     *("wake_on_failure", "line", "permits", "ready"),
 )
 """What a terminal run has no more."""
@@ -44,8 +53,11 @@ class Ending:
     """An execution failed for the last time: one more of its `failures` (2)."""
 
 
-def ended(work: Work, ending: Ending, *, cancel_children: bool = False) -> list[Stage]:
-    """The change by which a run ends, stamped by the server's clock."""
+def ended(
+    work: Work, ending: Ending, *, cancel_children: bool = False, outputs: Mapping[str, Json] | None = None
+) -> list[Stage]:
+    """The change by which a run ends, stamped by the server's clock. With `outputs` it is one change for many completed runs, each with
+    its own."""
     now = work.clock.expression()
     put: dict[str, Any] = {"status": str(ending.status)}
     failure, completed = ending.failure, ending.status is Status.COMPLETED
@@ -58,6 +70,10 @@ def ended(work: Work, ending: Ending, *, cancel_children: bool = False) -> list[
     put["cancel_children"] = True if cancel_children else None
     kept = {"$ceil": {"$divide": [{"$ifNull": ["$keep", work.settings.keep]}, 1_000]}}
     compute: dict[str, Any] = {"finished_at": now, "updated_at": now, "purge_at": {"$add": [now, {"$toLong": kept}]}}
+    if outputs is not None:
+        place = {"$indexOfArray": [{"$literal": list(outputs)}, "$_id"]}
+        put.pop("output")
+        compute["output"] = {"$arrayElemAt": [{"$literal": list(outputs.values())}, place]}
     if ending.counts:
         compute["failures"] = plus("failures", 1)
     return change(put=put, compute=compute, drop=FAREWELL, ready=False)
@@ -80,7 +96,9 @@ async def land(work: Work, endings: Sequence[Ending]) -> None:
         return
     await flow.release(work, [row for _, row in landed])
     # A run that waited for its turn itself leaves the line without anybody's turn coming.
-    freed = {row["sequence_key"] for _, row in landed if "sequence_key" in row and row.get("blocked_on") != flow.SEQUENCE}
+    freed = {
+        row["sequence_key"] for _, row in landed if "sequence_key" in row and row.get("blocked_on") != flow.SEQUENCE
+    }
     if freed:
         await take_turns(work, freed)
         await flow.next_in_sequence(work, freed)
@@ -163,7 +181,11 @@ def _counted_down(work: Work, node: Document, count: int, queues: set[str]) -> C
     start = None if start is None or start <= work.now else start
     if start is None and "blocked_on" not in node:
         queues.add(node["queue"])
-    put = {"status": "pending", "available_at": None if start is None else stored(start), "updated_at": stored(work.now)}
+    put = {
+        "status": "pending",
+        "available_at": None if start is None else stored(start),
+        "updated_at": stored(work.now),
+    }
     return change(put=put, drop=("wake_after", "release_at"))
 
 
@@ -179,7 +201,16 @@ async def _wake_parents(work: Work, landed: Iterable[tuple[Ending, Document]], q
                 failed.add(parent)
     if not ends:
         return
-    fields = ("status", "queue", "attempts", "wake_after", "wake_delay", "wake_on_failure", "available_at", "blocked_on")
+    fields = (
+        "status",
+        "queue",
+        "attempts",
+        "wake_after",
+        "wake_delay",
+        "wake_on_failure",
+        "available_at",
+        "blocked_on",
+    )
     where = {"_id": {"$in": sorted(ends)}, "status": IS_LIVE}
     changes: list[tuple[Where, Change]] = []
     for row in sorted(await work.find("durable_run", where, fields=fields), key=lambda row: str(row["_id"])):
@@ -198,7 +229,9 @@ def _child_ended(work: Work, parent: Document, count: int, failed: bool, queues:
     if (parent.get("wake_on_failure") and failed) or (left == 0 and not parent.get("wake_delay")):
         queues.add(parent["queue"])
         return change(
-            put={"status": "pending", "updated_at": now}, compute=seq, drop=("wake_after", "available_at", "waiting_for")
+            put={"status": "pending", "updated_at": now},
+            compute=seq,
+            drop=("wake_after", "available_at", "waiting_for"),
         )
     put: dict[str, Any] = {"wake_after": left or None, "updated_at": now}
     if left == 0:  # the ends of independent children are gathered for a moment (33)
@@ -216,7 +249,9 @@ async def _count_for_schedules(work: Work, landed: Iterable[tuple[Ending, Docume
             where: Where = {"_id": row["schedule_id"], "consecutive_failures": {"$gt": 0}}
             await work.change_one("durable_schedule", where, {"$set": {"consecutive_failures": 0}})
         else:
-            await work.change_one("durable_schedule", {"_id": row["schedule_id"]}, {"$inc": {"consecutive_failures": 1}})
+            await work.change_one(
+                "durable_schedule", {"_id": row["schedule_id"]}, {"$inc": {"consecutive_failures": 1}}
+            )
 
 
 __all__ = ["UPSTREAM", "Ending", "ended", "land", "take_turns"]

@@ -23,7 +23,11 @@ _PULSE = ("status", "attempts", "wake_seq", "updated_at", "progress", "tenant_id
 
 async def get(work: Work, run_ids: Sequence[str], scope: Scope) -> list[RunRecord | None]:
     """Runs by id, in order; None where the scope sees none."""
-    rows = {row["_id"]: row for row in await work.find("durable_run", {"_id": {"$in": list(run_ids)}}) if visible(row, scope)}
+    rows = {
+        row["_id"]: row
+        for row in await work.find("durable_run", {"_id": {"$in": list(run_ids)}})
+        if visible(row, scope)
+    }
     return [run_record(rows[run_id]) if run_id in rows else None for run_id in run_ids]
 
 
@@ -108,7 +112,9 @@ async def _of_any_tenant(work: Work, schedule_id: str) -> list[str]:
     found: list[str] = []
     last = ""
     while True:
-        row = await work.first("durable_run", {"schedule_id": {"$gt": last}}, fields=["schedule_id"], sort=[("schedule_id", 1)])
+        row = await work.first(
+            "durable_run", {"schedule_id": {"$gt": last}}, fields=["schedule_id"], sort=[("schedule_id", 1)]
+        )
         if row is None:
             return found
         last = row["schedule_id"]

@@ -98,7 +98,17 @@ async def _ended_children(work: Work, row: Document) -> list[ChildEnd]:
     if not row.get("has_children"):
         return []
     run_id = row["_id"]
-    fields = ("parent_step_id", "status", "output", "error", "error_kind", "error_detail", "finished_at", "submitted", "purging_at")
+    fields = (
+        "parent_step_id",
+        "status",
+        "output",
+        "error",
+        "error_kind",
+        "error_detail",
+        "finished_at",
+        "submitted",
+        "purging_at",
+    )
     where = {"tenant_id": row["tenant_id"], "parent_run_id": run_id, "status": IS_ENDED}
     children = [
         one
@@ -106,7 +116,11 @@ async def _ended_children(work: Work, row: Document) -> list[ChildEnd]:
         if "@" not in one["parent_step_id"] and "purging_at" not in one
     ]
     ends = [f"{run_id}/{one['parent_step_id']}:end" for one in children]
-    recorded = {one["_id"] for one in await work.find("durable_step", {"_id": {"$in": ends}}, fields=["_id"])} if ends else set()
+    recorded = (
+        {one["_id"] for one in await work.find("durable_step", {"_id": {"$in": ends}}, fields=["_id"])}
+        if ends
+        else set()
+    )
     return [
         ChildEnd(
             run_id=one["_id"],

@@ -63,7 +63,9 @@ def read(url: str, settings: Settings, names: Names) -> tuple[str, str, dict[str
         raise ConfigurationError(f"changes={changes!r} is neither on nor off")
     database = names.schema or urllib.parse.unquote(urllib.parse.urlsplit(head).path.lstrip("/"))
     if not database:
-        raise ConfigurationError("the URL names no database", hint=f"{FORM}: the database stands before the question mark")
+        raise ConfigurationError(
+            "the URL names no database", hint=f"{FORM}: the database stands before the question mark"
+        )
     _check(plain)
     given = {pair.partition("=")[0].lower() for pair in others}
     options = {name: value for name, value in DEFAULTS.items() if name not in given}

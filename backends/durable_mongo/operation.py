@@ -39,6 +39,15 @@ CODEC: Final[CodecOptions[dict[str, Any]]] = CodecOptions(
 )
 
 
+_BY_ID: Final = [("_id", 1)]
+
+
+def _hint(where: Where) -> Any:
+    """Who names documents by `_id` means them: without a hint the server also tries the indexes of what else the filter says, at each
+    of a hundred updates anew, and may settle for one that walks through everything that runs."""
+    return _BY_ID if "_id" in where else None
+
+
 class NativeDatabase(Protocol):
     """A database object of the driver: PyMongo's own, or Motor's."""
 
@@ -112,7 +121,13 @@ class Work:
         """The documents of a filter."""
         projection = None if fields is None else dict.fromkeys(fields, True)
         cursor = self._tables[table].find(
-            where, projection, sort=sort, limit=limit, hint=hint, session=self._session, batch_size=limit or 1_000
+            where,
+            projection,
+            sort=sort,
+            limit=limit,
+            hint=hint or _hint(where),
+            session=self._session,
+            batch_size=limit or 1_000,
         )
         found: list[Document] = await cursor.to_list(None)
         return found
@@ -163,30 +178,43 @@ class Work:
 
     async def change_one(self, table: str, where: Where, change: Change, *, upsert: bool = False) -> int:
         """Change one document; how many matched (0 or 1, also for an upsert that inserted)."""
-        answer = await self._tables[table].update_one(where, change, upsert=upsert, session=self._session)
+        answer = await self._tables[table].update_one(
+            where, change, upsert=upsert, hint=None if upsert else _hint(where), session=self._session
+        )
         return int(answer.matched_count)
 
     async def change_many(self, table: str, where: Where, change: Change, *, within: float | None = None) -> int:
         """Change every document of a filter; how many matched. Outside a transaction it may stop half way, also after `within` seconds:
         repeat it."""
         with contextlib.nullcontext() if within is None else pymongo.timeout(within):
-            answer = await self._tables[table].update_many(where, change, session=self._session)
+            answer = await self._tables[table].update_many(where, change, hint=_hint(where), session=self._session)
         return int(answer.matched_count)
 
     async def change_each(self, table: str, changes: Sequence[tuple[Where, Change]]) -> int:
         """One document each, together; how many matched in all."""
         if not changes:
             return 0
-        writes = [UpdateOne(where, change) for where, change in changes]
+        writes = [UpdateOne(where, change, hint=_hint(where)) for where, change in changes]
         answer = await self._tables[table].bulk_write(writes, ordered=False, session=self._session)
         return int(answer.matched_count)
 
     async def remove(self, table: str, where: Where) -> int:
         """Delete every document of a filter; how many there were."""
-        answer = await self._tables[table].delete_many(where, session=self._session)
+        answer = await self._tables[table].delete_many(where, hint=_hint(where), session=self._session)
         return int(answer.deleted_count)
 
 
 Operation: TypeAlias = Callable[[Work], Awaitable[T]]
 
-__all__ = ["CODEC", "MAJORITY", "SETTLED", "Change", "Document", "NativeDatabase", "Operation", "Tables", "Where", "Work"]
+__all__ = [
+    "CODEC",
+    "MAJORITY",
+    "SETTLED",
+    "Change",
+    "Document",
+    "NativeDatabase",
+    "Operation",
+    "Tables",
+    "Where",
+    "Work",
+]

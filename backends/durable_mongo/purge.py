@@ -96,7 +96,9 @@ async def clean(work: Work, limit: int) -> None:
     for table, field, keep in ends:
         old = await work.find(table, {field: {"$lt": stored(work.now - keep)}}, fields=["_id"], limit=limit)
         if old:
-            await work.remove(table, {"_id": {"$in": [row["_id"] for row in old]}, field: {"$lt": stored(work.now - keep)}})
+            await work.remove(
+                table, {"_id": {"$in": [row["_id"] for row in old]}, field: {"$lt": stored(work.now - keep)}}
+            )
     await work.remove("durable_worker", {"seen_at": {"$lt": stored(work.now - work.settings.worker_keep)}})
 
 

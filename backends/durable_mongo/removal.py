@@ -13,12 +13,10 @@ from durable.model import RecordKind
 from . import cancel
 from .changes import change, only_if, present
 from .operation import Document, Work
-from .rows import belonging_to, route
+from .rows import belonging_to
 
 
-async def take_out(
-    work: Work, run: Document, positions: Iterable[int], *, keep_children: bool = False
-) -> int:
+async def take_out(work: Work, run: Document, positions: Iterable[int], *, keep_children: bool = False) -> int:
     """Delete the records at `positions`, every record made after the first of them was seen, and the attempt rows of all of them.
 
     Children whose failed end is at one of the positions, and those whose start is deleted, start anew: the old child keeps its
@@ -31,7 +29,9 @@ async def take_out(
     gone = _doomed(rows, failed)
     if not keep_children:
         ends = [
-            (row["step_id"].removesuffix(":end"), row.get("position")) for row in rows if row["kind"] == RecordKind.CHILD
+            (row["step_id"].removesuffix(":end"), row.get("position"))
+            for row in rows
+            if row["kind"] == RecordKind.CHILD
         ]
         anew = {row["step_id"] for row in rows if row["kind"] == RecordKind.START and row["step_id"] in gone}
         anew |= {start for start, position in ends if position in failed}
@@ -61,9 +61,7 @@ def _doomed(rows: Iterable[Document], positions: set[int]) -> set[str]:
 def _with_attempts(rows: Sequence[Document], gone: set[str]) -> set[str]:
     """Attempt rows go and stay with the record of their step; those of a step that has none go by when they were made."""
     recorded = {row["step_id"] for row in rows if row["kind"] != RecordKind.ATTEMPT}
-    attempts = {
-        row["step_id"]: row["step_id"].rpartition("@")[0] for row in rows if row["kind"] == RecordKind.ATTEMPT
-    }
+    attempts = {row["step_id"]: row["step_id"].rpartition("@")[0] for row in rows if row["kind"] == RecordKind.ATTEMPT}
     going = {attempt for attempt, step in attempts.items() if (step in gone if step in recorded else attempt in gone)}
     return (gone - set(attempts)) | going
 
@@ -79,7 +77,9 @@ async def _part(work: Work, run: Document, start: str) -> None:
     child = await _child(work, run, start)
     if child is None:
         return
-    await work.change_one("durable_run", {"_id": child["_id"]}, {"$set": {"parent_step_id": f"{start}@{run['attempts']}"}})
+    await work.change_one(
+        "durable_run", {"_id": child["_id"]}, {"$set": {"parent_step_id": f"{start}@{run['attempts']}"}}
+    )
     if not child.get("detached"):
         await cancel.ask(work, child["_id"], "its parent was retried and starts another in its place")
 
@@ -87,20 +87,18 @@ async def _part(work: Work, run: Document, start: str) -> None:
 async def _forget(work: Work, run: Document, gone: set[str], left: set[str]) -> None:
     """What the run's row says because of a record that is gone."""
     drop: list[str] = []
-    put: dict[str, object] = {}
     compute: dict[str, object] = {}
     if not left:
         # A journal without a record begins anew: the next claim sets the start, the next record the replay family.
         drop += ["started_at", "replay_family"]
-        put["route"] = route(run["name"], run.get("version"), None)
     if RecordKind.COMPENSATION in gone - left:
         drop.append("compensating")
     if RecordKind.PIVOT in gone - left:
         # The run is before its pivot again. An ask that was refused is spent (46): it goes with the refusal.
         drop.append("cancel_refused_at")
         compute["cancel_requested_at"] = only_if(present("cancel_refused_at"), "$$REMOVE", "$cancel_requested_at")
-    if drop or put or compute:
-        await work.change_one("durable_run", {"_id": run["_id"]}, change(put=put, compute=compute, drop=drop))
+    if drop or compute:
+        await work.change_one("durable_run", {"_id": run["_id"]}, change(compute=compute, drop=drop))
 
 
 __all__ = ["take_out"]

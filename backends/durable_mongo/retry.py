@@ -64,9 +64,7 @@ async def _failed(work: Work, run: Document) -> set[int]:
     return positions
 
 
-async def _revive(
-    work: Work, run: Document, status: Status, *, extra_attempts: int = 0, wake_after: int = 0
-) -> None:
+async def _revive(work: Work, run: Document, status: Status, *, extra_attempts: int = 0, wake_after: int = 0) -> None:
     # What a cancel or an error left is cleared; a pivot whose record stays keeps its stamp. A run that was never claimed loses its
     # coalesce key: it is pending with attempts = 0 again, and such a run admits nobody (36).
     pivot = {**belonging_to(run["_id"]), "kind": str(RecordKind.PIVOT)}
@@ -91,8 +89,26 @@ async def _revive(
     if extra_attempts and "max_attempts" in run:
         put["max_attempts"] = run["max_attempts"] + extra_attempts
     drop = [
-        *("available_at", "release_at", "leased_until", "mark", "waiting_for", "output", "error", "error_kind", "error_detail"),
-        *("error_positions", "cancel_requested_at", "cancel_reason", "cancel_children", "mismatch_since", "finished_at", "purge_at"),
+        *(
+            "available_at",
+            "release_at",
+            "leased_until",
+            "mark",
+            "waiting_for",
+            "output",
+            "error",
+            "error_kind",
+            "error_detail",
+        ),
+        *(
+            "error_positions",
+            "cancel_requested_at",
+            "cancel_reason",
+            "cancel_children",
+            "mismatch_since",
+            "finished_at",
+            "purge_at",
+        ),
         *([] if past_pivot else ["cancel_refused_at"]),
     ]
     await work.change_one("durable_run", {"_id": run["_id"]}, change(put=put, compute=compute, drop=drop))
@@ -143,7 +159,11 @@ async def _nodes_behind(work: Work, run_id: str) -> dict[str, tuple[Document, in
             statuses = dict.fromkeys(ids, "")
             rows = await work.find("durable_run", {"_id": {"$in": ids}}, fields=["status"])
             statuses.update((row["_id"], row["status"]) for row in rows)
-            dead = [on for on, status in statuses.items() if on not in returned and status in ENDED and status != Status.COMPLETED]
+            dead = [
+                on
+                for on, status in statuses.items()
+                if on not in returned and status in ENDED and status != Status.COMPLETED
+            ]
             if node["_id"] not in back and not dead:
                 back[node["_id"]] = node, sum(status != Status.COMPLETED for status in statuses.values())
                 returned.add(node["_id"])

@@ -135,7 +135,13 @@ def in_order(rows: Sequence[Document]) -> list[StepRecord]:
     return [
         step_record(row)
         for row in sorted(
-            rows, key=lambda row: (row.get("position") is None, row.get("position") or 0, int(row["created_at"]), row["written"])
+            rows,
+            key=lambda row: (
+                row.get("position") is None,
+                row.get("position") or 0,
+                int(row["created_at"]),
+                row["written"],
+            ),
         )
     ]
 

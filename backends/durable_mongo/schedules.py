@@ -88,7 +88,10 @@ async def schedules(work: Work, scope: Scope, schedule_ids: Sequence[str]) -> li
     if not schedule_ids:
         return await _schedules(work, of_scope(scope))
     keys = [key for schedule_id in schedule_ids for key in await _keys(work, schedule_id, scope)]
-    found = {stored_id(tenant_text(one.tenant), one.schedule_id): one for one in await _schedules(work, {"_id": {"$in": keys}})}
+    found = {
+        stored_id(tenant_text(one.tenant), one.schedule_id): one
+        for one in await _schedules(work, {"_id": {"$in": keys}})
+    }
     return [found[key] for key in keys if key in found]
 
 
@@ -141,7 +144,9 @@ async def _key(work: Work, schedule_id: str, scope: Scope) -> str | None:
     keys = await _keys(work, schedule_id, scope)
     there = [row["_id"] for row in await work.find("durable_schedule", {"_id": {"$in": keys}}, fields=["_id"])]
     if len(there) > 1:
-        raise Conflict(f"{len(there)} tenants have a schedule {schedule_id!r}", hint="bind the client to the tenant that is meant")
+        raise Conflict(
+            f"{len(there)} tenants have a schedule {schedule_id!r}", hint="bind the client to the tenant that is meant"
+        )
     return there[0] if there else None
 
 

@@ -65,7 +65,9 @@ def spec_of(index: Mapping[str, Any]) -> dict[str, Any]:
 def migrations() -> Sequence[Mongo]:
     """The migrations of this installation, in order."""
     folder = importlib.resources.files(__package__).joinpath("migrations")
-    files = [(entry.name, entry.read_text(encoding="utf-8")) for entry in folder.iterdir() if entry.name.endswith(".json")]
+    files = [
+        (entry.name, entry.read_text(encoding="utf-8")) for entry in folder.iterdir() if entry.name.endswith(".json")
+    ]
     found = migrations_of((f"{name.removesuffix('.json')}.sql", text) for name, text in files)
     return [Mongo(version=one.version, name=one.name, text=one.text) for one in found]
 
@@ -218,7 +220,9 @@ def published(names: Names = Names()) -> str:
     for place, (table, indexes) in enumerate(tables):
         ending = "" if place == len(tables) - 1 else ","
         inner = ",\n".join(f"      {json.dumps(index)}" for index in indexes)
-        lines.append(f"    {json.dumps(renames.table(table))}: [" + (f"\n{inner}\n    ]{ending}" if inner else f"]{ending}"))
+        lines.append(
+            f"    {json.dumps(renames.table(table))}: [" + (f"\n{inner}\n    ]{ending}" if inner else f"]{ending}")
+        )
     lines.append("  },")
     lines.append(f'  "{renames.table(VERSIONS)}": [')
     rows = [json.dumps({"_id": one.version, "checksum": one.checksum}) for one in migrations()]

@@ -76,7 +76,9 @@ async def exactly_once(database: Database, lease: Lease, work: Function, timeout
             return await _until_it_commits(database, lease, work, timeout / 1_000_000)
     except TimeoutError as error:
         if limit.expired():
-            raise TimeoutError(f"the transaction took longer than {timeout / 1_000_000:g} s and was rolled back") from error
+            raise TimeoutError(
+                f"the transaction took longer than {timeout / 1_000_000:g} s and was rolled back"
+            ) from error
         raise
     finally:
         database.in_transaction.discard(lease.run_id)
@@ -130,7 +132,9 @@ async def _once(database: Database, lease: Lease, work: Function, look: bool) ->
         except PyMongoError as error:
             raise _Ours(error) from error
     finally:
-        await asyncio.shield(session.end_session())  # aborts what is open, also for a caller that is cancelled once more
+        await asyncio.shield(
+            session.end_session()
+        )  # aborts what is open, also for a caller that is cancelled once more
     if answer.state == "appended":
         database.wakeups.announce(own.topics)
     return answer
@@ -150,7 +154,8 @@ async def on_callers(database: Database, tx: object, operation: Operation[T]) ->
         return await operation(work)
     except enqueue.Purging as going:
         raise StoreUnavailable(
-            f"the run {going.run_ids[0]} of that id or key is being purged", hint="roll back and begin the transaction anew"
+            f"the run {going.run_ids[0]} of that id or key is being purged",
+            hint="roll back and begin the transaction anew",
         ) from None
 
 

@@ -28,23 +28,32 @@ async def promote(work: Work, scope: Scope, limit: int) -> Promoted:
     rows = await work.find("durable_run", due, fields=["queue"], sort=[("available_at", 1)], limit=limit)
     if rows:
         where: Where = {"_id": {"$in": [row["_id"] for row in rows]}, **due}
-        await work.change_many("durable_run", where, change(put={"status": "pending"}, compute={"updated_at": now}, drop=PROMOTE))
+        await work.change_many(
+            "durable_run", where, change(put={"status": "pending"}, compute={"updated_at": now}, drop=PROMOTE)
+        )
     queues = frozenset(row["queue"] for row in rows)
     for queue in queues:
         work.announce(f"queue:{queue}")
     next_token = await flow.refill(work, scope, limit)
     first = await work.first(
-        "durable_run", {"available_at": {"$exists": True}, **of_scope(scope)}, fields=["available_at"], sort=[("available_at", 1)]
+        "durable_run",
+        {"available_at": {"$exists": True}, **of_scope(scope)},
+        fields=["available_at"],
+        sort=[("available_at", 1)],
     )
     instants = [next_token, None if first is None else instant(first, "available_at")]
-    return Promoted(count=len(rows), queues=queues, next_due=min((one for one in instants if one is not None), default=None))
+    return Promoted(
+        count=len(rows), queues=queues, next_due=min((one for one in instants if one is not None), default=None)
+    )
 
 
 async def sweep(work: Work, scope: Scope, limit: int, max_reclaims: int) -> Swept:
     """Runs whose lease lapsed go back to pending, or land past the limit (15)."""
     lapsed = {"status": "running", "$expr": {"$lt": ["$leased_until", work.clock.expression()]}, **of_scope(scope)}
     fields = ("queue", "attempts", "reclaims", "compensating", "record_fence", "permits", "mark")
-    rows = await work.find("durable_run", lapsed, fields=fields, sort=[("leased_until", 1), ("submitted", 1)], limit=limit)
+    rows = await work.find(
+        "durable_run", lapsed, fields=fields, sort=[("leased_until", 1), ("submitted", 1)], limit=limit
+    )
     returned: list[Document] = []
     poisoned: list[landing.Ending] = []
     for row in rows:
@@ -143,7 +152,9 @@ async def _wake_parents(work: Work, scope: Scope, limit: int) -> int:
     rows = await work.aggregate("durable_run", stages)
     for row in rows:
         put = {"status": "pending", "updated_at": stored(work.now)}
-        stages = change(put=put, compute={"wake_seq": plus("wake_seq", 1)}, drop=("available_at", "wake_after", "waiting_for"))
+        stages = change(
+            put=put, compute={"wake_seq": plus("wake_seq", 1)}, drop=("available_at", "wake_after", "waiting_for")
+        )
         await work.change_one("durable_run", {"_id": row["_id"], "status": "suspended"}, stages)
         work.announce(f"queue:{row['queue']}")
     return len(rows)

@@ -40,7 +40,9 @@ async def stats(work: Work, scope: Scope) -> list[QueueStats]:
     for row in await work.aggregate("durable_run", stages):
         _add(depths.setdefault(row["_id"]["queue"], _nothing()), row["_id"], row["count"], row["oldest"])
     names = {"scope_name": {"$gt": "queue:", "$lt": "queue;"}, "paused": True, **of_scope(scope)}
-    paused = {row["scope_name"].partition(":")[2] for row in await work.find("durable_queue", names, fields=["scope_name"])}
+    paused = {
+        row["scope_name"].partition(":")[2] for row in await work.find("durable_queue", names, fields=["scope_name"])
+    }
     for queue in paused:
         depths.setdefault(queue, _nothing())
     return [QueueStats(queue=queue, paused=queue in paused, **depth) for queue, depth in sorted(depths.items())]
@@ -164,7 +166,11 @@ async def _blocked(work: Work, run: RunRecord) -> _Reason | None:
             "$or": [{"submitted": {"$lt": run.submitted}}, {"blocked_on": {"$ne": flow.SEQUENCE}}],
         }
         front = await work.first("durable_run", in_front, fields=["status"], sort=[("submitted", 1)])
-        whom = "nobody any more (the next mend releases it)" if front is None else f"run {front['_id']} ({front['status']})"
+        whom = (
+            "nobody any more (the next mend releases it)"
+            if front is None
+            else f"run {front['_id']} ({front['status']})"
+        )
         return "sequence", f"Of the sequence {run.sequence_key!r} one run goes at a time: it waits for {whom}."
     rule = await _rule_of(work, run, run.blocked_on)
     if rule is None:

@@ -67,7 +67,8 @@ class Wakeups:
         self._number = 0
         self._unnamed: dict[str, int] = {QUEUE: 0, RUN: 0}
         self._announced: dict[str, int] = {}
-        self._seen: dict[tuple[int, tuple[str, ...]], int] = {}
+        # By the hash of who waits and for what: a client that awaits a thousand runs waits for another thousand topics each time.
+        self._seen: dict[int, int] = {}
         self._closed = False
 
     @property
@@ -78,7 +79,7 @@ class Wakeups:
     async def wait(self, topics: Sequence[str], timeout: float) -> None:
         """Return when a topic is announced or may have news, or `timeout` seconds have passed."""
         loop = asyncio.get_running_loop()
-        key = (id(loop), tuple(topics))
+        key = hash((id(loop), tuple(topics)))
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
             newest = self._newest(topics)
@@ -233,7 +234,9 @@ class _Stream:
     async def _watch(self) -> bool:
         """Tell what comes until the stream ends. True: nobody has waited for a while."""
         collection = await self._collection()
-        stream = collection.watch([{"$match": _WATCHED[self._kind]}, _TOLD], resume_after=self._token, max_await_time_ms=1_000)
+        stream = collection.watch(
+            [{"$match": _WATCHED[self._kind]}, _TOLD], resume_after=self._token, max_await_time_ms=1_000
+        )
         if inspect.isawaitable(stream):
             stream = await stream
         self.opened += 1

@@ -25,7 +25,18 @@ from durable_mongo import backend, schema
 ROOT = Path(__file__).parents[2]
 FIXED = {
     "durable_run": {
-        *("_id", "name", "status", "idempotency_key", "coalesce_key", "input", "output", "tenant_id", "attempts", "leased_until"),
+        *(
+            "_id",
+            "name",
+            "status",
+            "idempotency_key",
+            "coalesce_key",
+            "input",
+            "output",
+            "tenant_id",
+            "attempts",
+            "leased_until",
+        ),
         *("created_at", "updated_at", "claim_token"),
     },
     "durable_step": {"_id", "run_id", "step_id", "result", "tenant_id", "created_at"},
@@ -210,5 +221,3 @@ def test_a_checksum_is_over_the_meaning() -> None:
     changed["collections"]["durable_run"][0].pop("unique")
     other = schema.Mongo(version=1, name=first.name, text=json.dumps(changed))
     assert other.checksum != first.checksum
-
-

@@ -50,7 +50,9 @@ async def ended_runs(scene: Scene, count: int) -> list[str]:
     ids: list[str] = []
     for number in range(count):
         before = new_run(name="before", queue="none")
-        await scene.store.enqueue([before, new_run(name="after", queue="none", depends_on=(Dependency(run_id=before.run_id),))])
+        await scene.store.enqueue(
+            [before, new_run(name="after", queue="none", depends_on=(Dependency(run_id=before.run_id),))]
+        )
         held = await scene.take(idempotency_key=f"k{number}", keep=0)
         await scene.append(held, "a")
         await scene.send(held.run.run_id)
@@ -63,9 +65,9 @@ async def ended_runs(scene: Scene, count: int) -> list[str]:
 def belongings(room: Room, ids: Sequence[str]) -> int:
     """How many documents mention these runs anywhere."""
     where = {"$in": list(ids)}
-    return sum(room.db[name].count_documents({"run_id": where}) for name in ("durable_step", "durable_signal", "durable_key")) + (
-        room.db["durable_run"].count_documents({"_id": where})
-    )
+    return sum(
+        room.db[name].count_documents({"run_id": where}) for name in ("durable_step", "durable_signal", "durable_key")
+    ) + (room.db["durable_run"].count_documents({"_id": where}))
 
 
 @pytest.mark.parametrize("command", range(COMMANDS))

@@ -74,7 +74,9 @@ async def test_a_session_that_was_lent_can_not_end_its_transaction(scene: Scene,
     assert await scene.steps(held.run.run_id) == []
 
 
-async def test_the_users_own_error_passes_through_as_the_driver_raised_it(scene: Scene, store: Store, room: Room) -> None:
+async def test_the_users_own_error_passes_through_as_the_driver_raised_it(
+    scene: Scene, store: Store, room: Room
+) -> None:
     held = await scene.take()
     room.db["caller_row"].insert_one({"_id": 1, "text": "there"})
 
@@ -197,7 +199,9 @@ async def test_an_append_whose_command_fails_is_written_once(
 
 
 @pytest.mark.parametrize("times", [1, 3])
-async def test_a_commit_whose_answer_is_lost_is_asked_again_and_happens_once(scene: Scene, room: Room, times: int) -> None:
+async def test_a_commit_whose_answer_is_lost_is_asked_again_and_happens_once(
+    scene: Scene, room: Room, times: int
+) -> None:
     fail(room, "commitTransaction", times=times, closeConnection=True)
     answers = await scene.store.enqueue([new_run(idempotency_key=f"k{n}") for n in range(3)])
     assert len(answers) == 3

@@ -23,7 +23,16 @@ from durable_mongo import backend
 
 DATES: Mapping[str, Sequence[str]] = {
     "durable_run": (
-        *("available_at", "release_at", "leased_until", "created_at", "updated_at", "started_at", "finished_at", "deadline_at"),
+        *(
+            "available_at",
+            "release_at",
+            "leased_until",
+            "created_at",
+            "updated_at",
+            "started_at",
+            "finished_at",
+            "deadline_at",
+        ),
         *("purge_at", "purging_at", "cancel_requested_at", "cancel_refused_at", "scheduled_for", "mismatch_since"),
     ),
     "durable_step": ("created_at", "started_at"),
@@ -58,7 +67,11 @@ class Room:
         for name, fields in DATES.items():
             moved = {
                 field: {
-                    "$cond": [{"$eq": [{"$type": f"${field}"}, "date"]}, {"$subtract": [f"${field}", micros // 1_000]}, "$$REMOVE"]
+                    "$cond": [
+                        {"$eq": [{"$type": f"${field}"}, "date"]},
+                        {"$subtract": [f"${field}", micros // 1_000]},
+                        "$$REMOVE",
+                    ]
                 }
                 for field in fields
             }

@@ -1,4 +1,4 @@
-"""The state machine on MongoDB, shorter than on SQLite: an operation takes milliseconds there. `DURABLE_MONGO_STATE_EXAMPLES` makes it longer."""
+"""The state machine on MongoDB, shorter than on SQLite: an operation takes milliseconds there. `DURABLE_MONGO_STATE_*` make it longer."""
 
 from __future__ import annotations
 
