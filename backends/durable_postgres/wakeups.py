@@ -51,7 +51,8 @@ class Wakeups:
         self._number = 0
         self._foreign = 0
         self._announced: dict[str, int] = {}
-        self._seen: dict[tuple[int, tuple[str, ...]], int] = {}
+        # By the hash of who waits and for what: a client that awaits a thousand runs waits for another thousand topics each time.
+        self._seen: dict[int, int] = {}
         self._listeners: dict[asyncio.AbstractEventLoop, _Listener] = {}
         self._senders: dict[asyncio.AbstractEventLoop, _Sender] = {}
 
@@ -60,7 +61,7 @@ class Wakeups:
         loop = asyncio.get_running_loop()
         if self._database.address.listen:
             self._listen(loop)
-        key = (id(loop), tuple(topics))
+        key = hash((id(loop), tuple(topics)))
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
             newest = self._newest(topics)

@@ -38,14 +38,15 @@ class Wakeups:
         self._number = 0
         self._foreign = 0
         self._announced: dict[str, int] = {}
-        self._seen: dict[tuple[int, tuple[str, ...]], int] = {}
+        # By the hash of who waits and for what: a client that awaits a thousand runs waits for another thousand topics each time.
+        self._seen: dict[int, int] = {}
         self._last_change = 0.0
         self._interval = IDLE
 
     async def wait(self, topics: Sequence[str], timeout: float) -> None:
         """Return when a topic is announced, another process commits, or `timeout` seconds have passed."""
         loop = asyncio.get_running_loop()
-        key = (id(loop), tuple(topics))
+        key = hash((id(loop), tuple(topics)))
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
             newest = self._newest(topics)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -138,3 +140,20 @@ def test_the_memory_for_announcements_is_bounded(monkeypatch: pytest.MonkeyPatch
         found.announce([f"run:{number}"])
     assert len(found._announced) <= 100
     assert "run:999" in found._announced
+
+
+class Topic(str):
+    """A topic that can be watched."""
+
+    __slots__ = ("__weakref__",)
+
+
+async def test_what_was_waited_for_once_is_not_kept(store: Store) -> None:
+    kept: list[weakref.ref[Topic]] = []
+    for number in range(20):
+        topics = [Topic(f"run:{number}-{other}") for other in range(10)]
+        kept += [weakref.ref(topic) for topic in topics]
+        await store.wait(topics, 1_000)
+    del topics
+    gc.collect()
+    assert [one() for one in kept if one() is not None] == []
