@@ -234,7 +234,9 @@ class _Stream:
     async def _watch(self) -> bool:
         """Tell what comes until the stream ends. True: nobody has waited for a while."""
         collection = await self._collection()
-        stream = collection.watch([{"$match": _WATCHED[self._kind]}, _TOLD], resume_after=self._token, max_await_time_ms=1_000)
+        stream = collection.watch(
+            [{"$match": _WATCHED[self._kind]}, _TOLD], resume_after=self._token, max_await_time_ms=1_000
+        )
         if inspect.isawaitable(stream):
             stream = await stream
         self.opened += 1
