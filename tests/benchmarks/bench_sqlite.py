@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import durable
+from durable.cli.work_commands import pace_the_collector
 
 CONCURRENCY = 100
 AIMS = {"W1": (1_500.0, 0.35), "W2": (4_000.0, 0.35)}
@@ -48,7 +49,6 @@ async def all_ran(runs: int) -> None:
     """Wait for the last body."""
     while ran < runs:
         await asyncio.sleep(0.01)
-
 
 
 async def engine(folder: Path, runs: int, steps: int, profile: cProfile.Profile | None) -> float:
@@ -265,6 +265,7 @@ def main() -> int:
     options.add_argument("--profile", help="write a cProfile of the engine's part to this file")
     chosen = options.parse_args()
     profile = cProfile.Profile() if chosen.profile else None
+    pace_the_collector()  # as `durable worker` does; the floor has the same
     print(
         f"machine: {platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"SQLite {sqlite3.sqlite_version}, load {os.getloadavg()[0]:.1f}, fdatasync {in_folder(fsync_time):.2f} ms"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from durable.cli import main
+from durable.cli.work_commands import pace_the_collector
 
 HERE = Path(__file__).parent
 
@@ -155,6 +157,17 @@ def test_doctor_says_what_is_wrong_with_store_workers_and_queues(shell: Shell) -
         con.execute("DROP INDEX durable_run_leases")
     shell("doctor", code=4)
     assert "durable_run_leases" in shell.errors
+
+
+def test_a_workers_process_looks_for_circles_of_references_less_often_and_never_more() -> None:
+    before = gc.get_threshold()
+    try:
+        for given, kept in (((700, 10, 10), 10_000), ((50_000, 10, 10), 50_000)):
+            gc.set_threshold(*given)
+            pace_the_collector()
+            assert gc.get_threshold()[0] == kept
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_purge_and_audit(shell: Shell) -> None:
