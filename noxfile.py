@@ -43,6 +43,7 @@ FACTOR = float(os.environ.get("DURABLE_BUDGET_FACTOR", "1"))  # more than 1 on a
 WHOLE = 480
 BUDGETS = {  # seconds of test time, added up over the processes; the first pattern that fits a test's file counts it
     "fuzz": ("tests/*fuzz*", 60),
+    "mongodb": ("tests/*mongo*", 480),
     "races": ("tests/*races*", 90),
     "state machine": ("tests/*statemachine*", 120),
     "crash": ("tests/crash/*", 120),

@@ -40,16 +40,18 @@ class MongoHarness:
         self.own = own
         self.shared = shared
         self.stores: list[Store] = []
+        self.used: set[Room] = set()
         self.client: AsyncMongoClient[dict[str, Any]] | None = None
 
     async def open(self, *, shared: bool = False) -> Store:
         room = self.shared if shared else self.own
+        self.used.add(room)
         store = await backend.open(room.url, settings=Settings())
         self.stores.append(store)
         return store
 
     async def pass_time(self, micros: int, /) -> None:
-        for room in (self.own, self.shared):
+        for room in self.used:
             room.pass_time(micros)
 
     def rows_of(self, client: Any) -> Any:
@@ -82,5 +84,5 @@ async def backend_harness() -> AsyncIterator[Harness]:
     harness = MongoHarness(own, shared)
     yield harness
     await harness.close()
-    for room in (own, shared):
+    for room in harness.used:
         room.empty()
