@@ -38,13 +38,15 @@ from .errors import (
     WorkerStopped,
 )
 from .function import Function, Registry, Step, function, step
-from .handle import Progress, Run
+from .handle import Approval, Progress, Run
 from .model import Status, tenant_id
 from .retry import Retry
+from .saga import Saga, SyncSaga
 from .signals import Signal
 from .sync import SyncClient, SyncRun, run
 
 __all__ = [
+    "Approval",
     "ChildRun",
     "Client",
     "ConfigurationError",
@@ -67,6 +69,7 @@ __all__ = [
     "RunFailed",
     "RunForwardIncomplete",
     "RunTimeout",
+    "Saga",
     "SchemaMismatch",
     "SerializationError",
     "Signal",
@@ -83,6 +86,7 @@ __all__ = [
     "SyncClient",
     "SyncContext",
     "SyncRun",
+    "SyncSaga",
     "Worker",
     "WorkerStopped",
     "cron",

@@ -92,6 +92,8 @@ class Pending:
     retry_at: Instant | None = None
     # a record without work: what its envelope holds
     envelope = '{"v":null}'
+    silent = False
+    """The body gets None, whatever the record holds."""
     # a signal
     signal: str | None = None
     on_time_out: Callable[[], Any] | None = None
@@ -113,6 +115,8 @@ class Pending:
         """What the body gets of a record: a value, or an error that knows its position (50)."""
         if self.signal is not None and record.signal_seq is None:
             return self._timed_out(record)
+        if self.silent:
+            return None, None
         attempted = self.attempted
         if attempted is not None and attempted.error is None and attempted.envelope == record.result:
             return attempted.value, None  # read back from that very text when it was encoded

@@ -7,6 +7,7 @@ ids are made here, so that a call whose answer was lost can be repeated and does
 from __future__ import annotations
 
 import dataclasses
+import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -20,7 +21,7 @@ from .errors import ConfigurationError, Conflict, Misuse, NotFound
 from .events import Events
 from .faces import Queues, Schedules
 from .function import Function, default_registry
-from .handle import Run
+from .handle import Approval, Run
 from .instants import instant
 from .model import (
     ALL,
@@ -46,7 +47,7 @@ from .opened import Opened
 from .options import checked_key
 from .protocol import Store
 from .settings import Duration, Settings, micros
-from .signals import Signal
+from .signals import APPROVAL, Signal, approval
 from .submission import new_run
 
 P = ParamSpec("P")
@@ -286,6 +287,9 @@ class Client:
             raise NotFound(f"there is no run {run_id!r}")
         return record
 
+    async def _history(self, run_id: str) -> Sequence[StepRecord]:
+        return await self._opened.repeated(lambda: self.store.history(run_id, scope=self._scope))
+
     async def _landed(self, run_id: str) -> RunRecord:
         return await self._opened.hub.landed(run_id, self._scope)
 
@@ -360,6 +364,23 @@ class Client:
             await self.store.send(new, scope=self._scope, tx=self._conn)
         else:
             await self._opened.repeated(lambda: self.store.send(new, scope=self._scope))
+
+    async def approve(self, run_id: str, what: str, answer: bool, /, *, id: str | None = None) -> None:
+        """Answer `ctx.approve(what)` of a run. One answer for one question; it is kept if it comes first.
+
+        With the same `id` again it is the same answer. Raises NotFound, or Conflict for a run that has landed.
+        """
+        if not isinstance(answer, bool):
+            raise ConfigurationError(f"an answer is True or False, not {answer!r}")
+        await self.signal(run_id, approval(what), answer, id=id)
+
+    async def approvals(self) -> AsyncIterator[Approval]:
+        """What suspended runs of this tenant wait to have approved, newest run first."""
+        async for run in self.runs(status="suspended", limit=None):
+            waiting = json.loads(run.record.waiting_for or "{}")
+            for name in waiting.get("signals", ()):
+                if name.startswith(APPROVAL):
+                    yield Approval(what=name.removeprefix(APPROVAL), run=run)
 
     async def wake(self, queue: str = "default") -> None:
         """Tell workers that a queue may have work: after the caller's own transaction has committed (semantics 41)."""

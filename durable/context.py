@@ -39,13 +39,14 @@ from .children import (
     begin,
     checked_child,
 )
-from .codec import Signature, digest, plain, value_envelope
+from .codec import UNTYPED, Signature, digest, plain, value_envelope
 from .errors import Misuse, SignalTimeout
 from .instants import instant, moment
 from .model import Instant, RecordKind
 from .places import caller
-from .settings import Duration, Micros, micros
-from .signals import Signal
+from .saga import Compensation, Saga, SyncSaga
+from .settings import SECOND, Duration, Micros, micros
+from .signals import Signal, approval
 from .steps import STEP_KEY, Plans, StepPlan, checked_name, plan_of
 from .threadbody import ThreadBody, ThreadCall
 
@@ -60,6 +61,7 @@ A = TypeVar("A")
 D = TypeVar("D")
 Tx = TypeVar("Tx")
 _NO_DEFAULT: Any = object()
+_PLAIN = (str, int, float, bool, list, dict)
 
 
 def _plan(fn: Any, own: Plans, *, skip_first: bool = False) -> StepPlan:
@@ -96,6 +98,7 @@ class _Facts:
         run = host.run_record
         self._host = host
         self._plans: Plans = {}
+        self._compensations = 0
         self.function = function
         self.run_id: str = run.run_id
         self.tenant: UUID | None = run.tenant
@@ -189,6 +192,21 @@ class _Facts:
         call.codec = self._host.codec
         call.kind = kind
         call.envelope = envelope
+
+    def _compensation(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Pending) -> Compensation:
+        """What a saga registers; numbered over the whole run, in the order of the calls."""
+        self._compensations += 1
+        return Compensation(self._compensations, _plan(fn, self._plans), args, kwargs, call)
+
+    def _publish(self, call: Pending, name: str, value: Any) -> str:
+        """Make a call the record of a value; the answer is its name in the history."""
+        checked_name(name, "published value")
+        annotation = UNTYPED if value is None or isinstance(value, _PLAIN) else type(value)
+        text = self._host.codec.encode(value, annotation)
+        self._bare(call, RecordKind.PUBLISH, value_envelope(f'{{"name":{plain.write(name)},"value":{text}}}'))
+        call.digest = digest(text)
+        call.silent = True
+        return f"publish:{name}"
 
     def _is_patched(self, change_id: str) -> bool | None:
         """True or False if the journal decides; None: the change is to be recorded (25)."""
@@ -380,6 +398,48 @@ class Context(_Facts):
         self._set_progress(done, total, message)
         return self._completed(None)  # type: ignore[return-value]
 
+    def publish(self, name: str, value: Any, /) -> Coroutine[Any, Any, None]:
+        """Show a value to the outside before the run has ended: `await run.published()`. The last one of a name counts (29a).
+
+        The value is plain JSON, or of a class that pydantic knows. Raises SerializationError, PayloadTooLarge.
+        """
+        self._here("publish")
+        call = Call(loop=self._loop)
+        place = self._publish(call, name, value)
+        call.place = caller(1)
+        return self._made(call, place)  # type: ignore[no-any-return]
+
+    def approve(
+        self, what: str, /, *, expires: Duration | None = None, default: bool | None = None
+    ) -> Coroutine[Any, Any, bool]:
+        """Wait until somebody says yes or no: `client.approve(run_id, what, True)` or `durable approvals`. Kept if it comes first.
+
+        After `expires` it is `default`, or SignalTimeout is raised where there is none.
+        """
+        self._here("approve")
+        call = Call(loop=self._loop)
+        signal = approval(what)
+        self._await_signal(call, signal, expires, _NO_DEFAULT if default is None else default)
+        call.place = caller(1)
+        return self._made(call, f"signal:{signal.name}")  # type: ignore[no-any-return]
+
+    def wait_until(
+        self, check: Callable[P, Awaitable[bool]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, None]:
+        """Call `check` as a step again and again until it is true. Between two tries the run waits durably.
+
+        How often: `@durable.step(every="1m")`, or `check.using(every=...)`; 10 s otherwise. It is a branch of the body, so a limit
+        is `asyncio.timeout`. What `check` raises for good is raised here.
+        """
+        self._here("wait_until")
+        every = _plan(check, self._plans).every / SECOND
+
+        async def ask() -> None:
+            while not await self.step(check, *args, **kwargs):
+                await self.sleep(every)
+
+        return self._loop.create_task(ask())  # type: ignore[return-value]
+
     def patched(self, change_id: str) -> Awaitable[bool]:
         """True where the run takes the new way: new runs, and old ones that had not come here yet. The answer is kept (25)."""
         self._here("patched")
@@ -399,6 +459,11 @@ class Context(_Facts):
         self._bare(call, RecordKind.PIVOT, value_envelope("null"))
         call.place = caller(1)
         return self._made(call, "refuse_cancel")  # type: ignore[no-any-return]
+
+    def saga(self) -> Saga:
+        """Steps that are undone in reverse order if what follows fails: `async with ctx.saga() as saga:` (49)."""
+        self._here("saga")
+        return Saga(self)
 
     def shield(self) -> AbstractAsyncContextManager[None]:
         """Steps inside still run after a cancel or time-out of the run, and a cancel of this branch waits for its end (44).
@@ -561,6 +626,30 @@ class SyncContext(_Facts):
         """As `Context.progress`."""
         self._set_progress(done, total, message)
 
+    def publish(self, name: str, value: Any, /) -> None:
+        """As `Context.publish`."""
+        self._here("publish")
+        call = ThreadCall(self._thread)
+        place = self._publish(call, name, value)
+        call.place = caller(1)
+        self._called(call, place)
+
+    def approve(self, what: str, /, *, expires: Duration | None = None, default: bool | None = None) -> bool:
+        """As `Context.approve`."""
+        self._here("approve")
+        call = ThreadCall(self._thread)
+        signal = approval(what)
+        self._await_signal(call, signal, expires, _NO_DEFAULT if default is None else default)
+        call.place = caller(1)
+        return bool(self._called(call, f"signal:{signal.name}"))
+
+    def wait_until(self, check: Callable[P, bool], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """As `Context.wait_until`."""
+        self._here("wait_until")
+        every = _plan(check, self._plans).every / SECOND
+        while not self.step(check, *args, **kwargs):
+            self.sleep(every)
+
     def patched(self, change_id: str) -> bool:
         """As `Context.patched`."""
         self._here("patched")
@@ -580,6 +669,11 @@ class SyncContext(_Facts):
         self._bare(call, RecordKind.PIVOT, value_envelope("null"))
         call.place = caller(1)
         self._called(call, "refuse_cancel")
+
+    def saga(self) -> SyncSaga:
+        """As `Context.saga`: `with ctx.saga() as saga:`."""
+        self._here("saga")
+        return SyncSaga(self)
 
     def shield(self) -> AbstractContextManager[None]:
         """Steps inside still run after a cancel or time-out, which takes effect when the shield is left."""

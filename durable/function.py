@@ -69,20 +69,23 @@ class Step(Generic[P, R_co]):
         result: R_co = self.plan.fn(*args, **kwargs)
         return result
 
-    def using(self, *, name: str = ABSENT, retry: Retry = ABSENT, timeout: Duration | None = ABSENT) -> Step[P, R_co]:
-        """The same step under another name, policy or time limit. `timeout=None`: no limit."""
-        return Step(_replan(self.plan, name, retry, timeout))
+    def using(
+        self, *, name: str = ABSENT, retry: Retry = ABSENT, timeout: Duration | None = ABSENT, every: Duration = ABSENT
+    ) -> Step[P, R_co]:
+        """The same step under another name, policy or time limit. `timeout=None`: no limit; `every`: see `ctx.wait_until`."""
+        return Step(_replan(self.plan, name, retry, timeout, every))
 
     def __repr__(self) -> str:
         return f"<durable step {self.name}>"
 
 
-def _replan(plan: StepPlan, name: str, retry: Retry, timeout: Duration | None) -> StepPlan:
+def _replan(plan: StepPlan, name: str, retry: Retry, timeout: Duration | None, every: Duration = ABSENT) -> StepPlan:
     return dataclasses.replace(
         plan,
         name=plan.name if name is ABSENT else checked_name(name, "step"),
         retry=plan.retry if retry is ABSENT else checked_retry(retry),
         timeout=plan.timeout if timeout is ABSENT else None if timeout is None else checked_span(timeout, "timeout"),
+        every=plan.every if every is ABSENT else checked_span(every, "every"),
     )
 
 
@@ -93,7 +96,9 @@ class _StepDecorator(Protocol):
 @overload
 def step(fn: Callable[P, R], /) -> Step[P, R]: ...
 @overload
-def step(*, name: str = ..., retry: Retry = ..., timeout: Duration | None = ...) -> _StepDecorator: ...
+def step(
+    *, name: str = ..., retry: Retry = ..., timeout: Duration | None = ..., every: Duration = ...
+) -> _StepDecorator: ...
 def step(
     fn: Callable[..., Any] | None = None,
     /,
@@ -101,18 +106,24 @@ def step(
     name: str = ABSENT,
     retry: Retry = ABSENT,
     timeout: Duration | None = ABSENT,
+    every: Duration = ABSENT,
 ) -> Any:
-    """Declare how a function is tried when it is a step. Any function is a step without this: one attempt, no time limit."""
+    """Declare how a function is tried when it is a step. Any function is a step without this: one attempt, no time limit.
+
+    `every`: how long `ctx.wait_until` waits before it asks again (default 10 s).
+    """
     if fn is None:
-        return functools.partial(step_of, name=name, retry=retry, timeout=timeout)
-    return step_of(fn, name, retry, timeout)
+        return functools.partial(step_of, name=name, retry=retry, timeout=timeout, every=every)
+    return step_of(fn, name, retry, timeout, every)
 
 
-def step_of(fn: Callable[..., Any], name: str, retry: Retry, timeout: Duration | None) -> Step[Any, Any]:
+def step_of(
+    fn: Callable[..., Any], name: str, retry: Retry, timeout: Duration | None, every: Duration = ABSENT
+) -> Step[Any, Any]:
     """The step of a callable. Raises RegistrationError."""
     if isinstance(fn, (Step, Function)):
         raise RegistrationError(f"{fn.name!r} is declared already", hint="use .using(...) for another policy")
-    return Step(_replan(StepPlan.of(fn, name=None if name is ABSENT else name), ABSENT, retry, timeout))
+    return Step(_replan(StepPlan.of(fn, name=None if name is ABSENT else name), ABSENT, retry, timeout, every))
 
 
 # -- functions ----------------------------------------------------------------------------------------------------------------

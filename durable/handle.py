@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, Self
 from uuid import UUID
 
 from typing_extensions import TypeVar
 
+from .codec import read_envelope
 from .endings import run_error
 from .errors import NotFound
 from .instants import moment
-from .model import Disposition, RunRecord, Status
+from .model import Disposition, RecordKind, RunRecord, Status, StepRecord
 from .settings import SECOND, Duration, micros
 from .waiting import pulse_of
 
@@ -38,6 +39,14 @@ class Progress:
     done: int
     total: int | None = None
     message: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Approval:
+    """Something that a run waits to have approved; answer it with `client.approve(approval.run.id, approval.what, True)`."""
+
+    what: str
+    run: Run[Any]
 
 
 class Run(Generic[R_co]):
@@ -194,6 +203,10 @@ class Run(Generic[R_co]):
         """Send it a signal; with the same `id` again it is the same one (semantics 32)."""
         await self._client.signal(self.id, signal, value, id=id)
 
+    async def published(self) -> dict[str, Any]:
+        """What the run has shown with `ctx.publish`, as plain JSON; the last value of each name. Read anew with every call."""
+        return published(await self._client._history(self.id))
+
     async def watch(self) -> AsyncIterator[Self]:
         """This handle, again after each change that was seen, until the run has landed. Quick changes may be seen as one."""
         await self.refresh()
@@ -220,4 +233,14 @@ class Run(Generic[R_co]):
         return value
 
 
-__all__ = ["Progress", "Run"]
+def published(history: Sequence[StepRecord]) -> dict[str, Any]:
+    """The last value of each name that a journal holds."""
+    found: dict[str, Any] = {}
+    for record in history:
+        if record.kind is RecordKind.PUBLISH:
+            _, told = read_envelope(record.result)
+            found[told["name"]] = told["value"]
+    return found
+
+
+__all__ = ["Approval", "Progress", "Run"]

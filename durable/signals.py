@@ -26,4 +26,15 @@ class Signal(Generic[T]):
         return f"<Signal {self.name} of {shown}>"
 
 
-__all__ = ["Signal"]
+APPROVAL = "approve:"
+"""Signals of this prefix answer `ctx.approve`. No signal of a user can have it: their names hold no colon."""
+
+
+def approval(what: str) -> Signal[bool]:
+    """The signal that answers `ctx.approve(what)`. Raises RegistrationError for a name that can not be one (27)."""
+    signal: Signal[bool] = Signal(what, bool)
+    signal.name = f"{APPROVAL}{checked_name(what, 'approval')}"
+    return signal
+
+
+__all__ = ["APPROVAL", "Signal", "approval"]

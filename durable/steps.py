@@ -54,6 +54,8 @@ class StepPlan:
     timeout: Micros | None
     signature: Signature
     coroutine: bool
+    every: Micros = 10 * SECOND
+    """How long `ctx.wait_until` waits before it asks again."""
 
     @classmethod
     def of(cls, fn: Callable[..., Any], *, name: str | None = None, retry: Retry = Retry.NEVER, timeout: Micros | None = None,

@@ -114,6 +114,10 @@ class SyncRun(Generic[R_co]):
         """See `Run.fork`."""
         return SyncRun(self._portal, self._portal.call(self._run.fork, from_step=from_step))
 
+    def published(self) -> dict[str, Any]:
+        """See `Run.published`."""
+        return self._portal.call(self._run.published)
+
     def signal(self, signal: Signal[A], value: A, /, *, id: str | None = None) -> None:
         """See `Run.signal`."""
         self._portal.call(self._run.signal, signal, value, id=id)
@@ -242,6 +246,10 @@ class SyncClient:
     def signal(self, run_id: str, signal: Signal[A], value: A, /, *, id: str | None = None) -> None:
         """See `Client.signal`."""
         self._call(self._client.signal, run_id, signal, value, id=id)
+
+    def approve(self, run_id: str, what: str, answer: bool, /, *, id: str | None = None) -> None:
+        """See `Client.approve`."""
+        self._call(self._client.approve, run_id, what, answer, id=id)
 
     def wake(self, queue: str = "default") -> None:
         """See `Client.wake`."""

@@ -26,9 +26,11 @@ from ..model import (
     ErrorKind,
     Failed,
     Failure,
+    ForwardIncomplete,
     HandedBack,
     Instant,
     Outcome,
+    RecordKind,
     Retry,
     RunRecord,
     StepRecord,
@@ -52,6 +54,7 @@ from ..retry import Retry as Policy
 from ..settings import MINUTE, SECOND, Micros
 
 LONGEST_HAND_BACK: Micros = 10 * MINUTE
+OVER_THE_LIMIT = "its workers went away too often without a record (max_reclaims); what it had done was undone"
 
 
 def failure_of(error: BaseException, kind: str, positions: tuple[int, ...] = ()) -> Failure:
@@ -105,11 +108,18 @@ def outcome_of(
             return Completed(output=output)
         case CancelledEnding(reason=reason):
             return cancelled_by_ask(reason)
+        case TimedOutEnding(kind=ErrorKind.RECLAIM_LIMIT):
+            return Failed(failure=Failure(message=OVER_THE_LIMIT, kind=ErrorKind.RECLAIM_LIMIT))
+        case TimedOutEnding(kind=kind) if past_a_pivot(history):
+            return ForwardIncomplete(failure=Failure(message="the run passed its pivot and ran out of time", kind=kind))
         case TimedOutEnding(kind=kind):
             what = "its deadline" if kind == ErrorKind.DEADLINE else "the time limit of one execution"
             return TimedOut(failure=Failure(message=f"the run passed {what}", kind=kind))
         case Raised(error=error, positions=positions):
-            return _of_error(error, positions, run, declared)
+            outcome = _of_error(error, positions, run, declared, undone=has_undone(history))
+            if isinstance(outcome, Failed) and past_a_pivot(history):
+                return ForwardIncomplete(failure=outcome.failure)
+            return outcome
         case BadPayload(error=error):
             return Failed(failure=failure_of(error, ErrorKind.PAYLOAD))
         case Stuck(error=error):
@@ -128,9 +138,24 @@ def outcome_of(
             assert_never(ending)
 
 
-def _of_error(error: BaseException, positions: tuple[int, ...], run: RunRecord, declared: Policy) -> Outcome:
+def past_a_pivot(history: Sequence[StepRecord]) -> bool:
+    """A saga has passed its pivot: the run goes forward, or is left incomplete (49)."""
+    kinds = {record.kind for record in history}
+    return RecordKind.PIVOT in kinds and RecordKind.COMPENSATION in kinds
+
+
+def has_undone(history: Sequence[StepRecord]) -> bool:
+    """A compensation has run: the journal tells of what does not hold any more, and is not gone on with (50)."""
+    return any(record.step_id.startswith("undo/") for record in history)
+
+
+def _of_error(
+    error: BaseException, positions: tuple[int, ...], run: RunRecord, declared: Policy, *, undone: bool
+) -> Outcome:
     failure = failure_of(error, _kind_of(error), positions)
     attempt = run.failures + 1
+    if undone:
+        return Failed(failure=failure)
     if run.max_attempts is not None and attempt >= run.max_attempts:
         return Failed(failure=failure)
     policy = policy_of(run, declared)

@@ -21,6 +21,7 @@ from ..function import Function
 from ..model import (
     Claimed,
     Completed,
+    ErrorKind,
     HandedBack,
     Inbox,
     Instant,
@@ -60,6 +61,7 @@ class Host(Protocol):
     inboxes: Lane[Lease, Inbox | None]
     transactions: asyncio.Semaphore
     lease: Micros
+    max_reclaims: int
     ended: bool
     """The grace period is over: bodies are handed back."""
 
@@ -395,6 +397,8 @@ class Running:
         if cap is not None:
             left = cap - (boottime() - self.since)
             self._timers.append(loop.call_later(max(left, 0) / SECOND, activation.time_out, "timeout"))
+        if run.compensating and run.cancel_refused_at is None and run.reclaims > self.host.max_reclaims:
+            activation.time_out(ErrorKind.RECLAIM_LIMIT.value)  # the sweep left it, so that what it has done is undone (49)
         if run.deadline_at is not None:
             left = run.deadline_at - self.clock()
             self._timers.append(loop.call_later(max(left, 0) / SECOND, activation.time_out, "deadline"))

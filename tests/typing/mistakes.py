@@ -1,9 +1,9 @@
-"""What users get wrong. Each line that ends in E1 to E13 must be reported by mypy strict and pyright strict; it is never run."""
+"""What users get wrong. Each line that ends in E1 to E14 must be reported by mypy strict and pyright strict; it is never run."""
 
 from __future__ import annotations
 
 import durable
-from stories import APPROVAL, Order, Receipt, charge, checkout, credit, report, sign, thumb
+from stories import APPROVAL, Order, Receipt, charge, checkout, credit, release, report, sign, thumb
 
 
 async def mistakes(ctx: durable.Context, client: durable.Client) -> None:
@@ -20,6 +20,7 @@ async def mistakes(ctx: durable.Context, client: durable.Client) -> None:
     y: Receipt = await ctx.step(sign, Receipt(id="1"))  # E11
     await ctx.map(thumb, [1, 2])  # E12
     await ctx.run(thumb, 1)  # E13
+    await ctx.saga().compensate(release, "no order")  # E14
     print(x, y)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime, timedelta
-from typing import assert_type
+from typing import Any, assert_type
 from uuid import UUID
 
 import durable
@@ -200,6 +200,56 @@ def blocking_gallery(ctx: durable.SyncContext, urls: list[str]) -> int:
     assert_type(ctx.run(thumb, urls[0]), Receipt)
     assert_type(ctx.start(thumb, urls[0]).result(), Receipt)
     return len(ctx.map(thumb, urls))
+
+
+# asking and showing
+
+
+@durable.step(every="1m")
+async def paid(order: Order) -> bool:
+    return True
+
+
+@durable.function
+async def purchase(ctx: durable.Context, order: Order) -> str:
+    await ctx.publish("order", order)
+    assert_type(await ctx.approve("refund", expires="3d", default=False), bool)
+    await ctx.wait_until(paid, order)
+    await ctx.wait_until(paid.using(every="5s"), order)
+    return order.id
+
+
+async def say_yes(client: durable.Client) -> None:
+    async for approval in client.approvals():
+        assert_type(approval, durable.Approval)
+        await client.approve(approval.run.id, approval.what, True)
+        assert_type(await approval.run.published(), dict[str, Any])
+
+
+# undo
+
+
+async def release(order: Order, *, why: str = "") -> None: ...
+
+
+@durable.function
+async def booking(ctx: durable.Context, order: Order) -> str:
+    async with ctx.saga() as saga:
+        assert_type(saga, durable.Saga)
+        await saga.compensate(release, order, why="no seat")
+        assert_type(await saga.step(reserve, order), str)
+        await saga.pivot()
+    return order.id
+
+
+@durable.function
+def blocking_booking(ctx: durable.SyncContext, receipt: Receipt) -> bytes:
+    with ctx.saga() as saga:
+        saga.compensate(render, receipt)
+        page = saga.step(render, receipt)
+        assert_type(page, bytes)
+        saga.pivot()
+    return page
 
 
 # def bodies

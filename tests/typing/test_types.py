@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-EXPECTED = {f"E{number}" for number in range(1, 14)}
+EXPECTED = {f"E{number}" for number in range(1, 15)}
 
 
 def _marks() -> dict[int, str]:

@@ -1,0 +1,174 @@
+"""How a run with a saga lands (semantics 49, 50): failed, cancelled or timed out with all undone, or forward_incomplete."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from engine.conftest import until
+
+import durable
+from durable import Registry
+from durable._engine.worker import REPLAY_FAMILY
+from durable.model import ClaimRequest, Status
+
+declared = Registry("test_sagas")
+done: list[str] = []
+gate = asyncio.Event()
+
+
+async def book(what: str) -> str:
+    done.append(f"book {what}")
+    return what
+
+
+async def unbook(what: str) -> None:
+    done.append(f"unbook {what}")
+
+
+async def fail() -> None:
+    raise ValueError("no seat")
+
+
+async def pass_the_gate() -> None:
+    await gate.wait()
+
+
+@durable.function(registry=declared, retry=durable.Retry(3, initial="1ms"))
+async def fails(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        await ctx.step(fail)
+
+
+@durable.function(registry=declared)
+async def fails_past_the_pivot(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        await saga.pivot()
+        await ctx.step(pass_the_gate)
+        await ctx.step(fail)
+
+
+@durable.function(registry=declared)
+async def waits(ctx: durable.Context) -> str:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        await ctx.sleep("1d")
+    return "there"
+
+
+@durable.function(registry=declared)
+async def holds(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        await ctx.step(pass_the_gate)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    global gate
+    gate = asyncio.Event()
+    done.clear()
+
+
+def worker(client: durable.Client, **options: Any) -> durable.Worker:
+    return durable.Worker(client, functions=declared, grace="2s", **options)
+
+
+async def test_a_run_that_has_undone_lands_failed_and_is_not_tried_again(client: durable.Client) -> None:
+    async with worker(client):
+        run = await client.start(fails)
+        with pytest.raises(durable.RunFailed):
+            await run.result()
+        assert done == ["book car", "unbook car"]
+        assert run.failures == 1
+        with pytest.raises(durable.Conflict):
+            await run.retry()
+
+
+async def test_a_run_that_fails_past_its_pivot_lands_forward_incomplete_and_refuses_a_cancel(
+    client: durable.Client,
+) -> None:
+    async with worker(client):
+        run = await client.start(fails_past_the_pivot)
+        await until(lambda: _has(client, run, "refuse_cancel"), "the pivot")
+        await run.cancel()
+        gate.set()
+        with pytest.raises(durable.RunForwardIncomplete):
+            await run.result()
+        assert run.status is Status.FORWARD_INCOMPLETE
+        assert done == ["book car"]
+        await run.retry()
+        with pytest.raises(durable.RunForwardIncomplete):
+            await run.result()
+        assert done == ["book car"]
+
+
+async def _has(client: durable.Client, run: durable.Run[Any], step_id: str) -> bool:
+    return any(record.step_id == step_id for record in await client.store.history(run.id, scope=None))
+
+
+async def test_a_cancelled_run_undoes_and_lands_cancelled(client: durable.Client) -> None:
+    async with worker(client):
+        run = await client.start(waits)
+        await until(lambda: _has(client, run, "book"), "the booking")
+        await run.cancel()
+        with pytest.raises(durable.RunCancelled):
+            await run.result()
+        assert done == ["book car", "unbook car"]
+
+
+@pytest.mark.parametrize(
+    "function", [holds.using(timeout="300ms"), holds.using(deadline="300ms"), waits.using(deadline="300ms")]
+)
+async def test_a_run_out_of_time_undoes_and_lands_timed_out(
+    client: durable.Client, function: durable.Function[[], Any]
+) -> None:
+    async with worker(client):
+        run = await client.start(function)
+        with pytest.raises(durable.RunTimeout):
+            await run.result()
+        assert done in (["book car", "unbook car"], [])  # a slow machine may come to the limit before the first step
+        assert await _has(client, run, "undo/1") is bool(done)
+
+
+async def test_past_the_reclaim_limit_what_was_done_is_undone_and_the_run_lands_failed() -> None:
+    now = 1_700_000_000_000_000
+
+    def clock() -> int:
+        return now
+
+    async with durable.Client(
+        "sqlite:///:memory:", settings={"poll": "50ms", "poll_idle": "50ms", "lease": "1s"}, clock=clock
+    ) as client:
+        run = await client.start(holds)
+        async with durable.Worker(client, functions=declared, grace="10ms"):
+            await until(lambda: _has(client, run, "book"), "the booking")
+        for number in range(3):  # workers that take it and are never heard of again
+            request = ClaimRequest(
+                mark=f"lost {number}",
+                queues={"default": 1},
+                functions=[("holds", None)],
+                limit=1,
+                lease=1_000_000,
+                family=REPLAY_FAMILY,
+                scope=None,
+                alone=True,
+            )
+            now += 2_000_000
+            await client.store.promote(scope=None, limit=10)
+            assert len(await client.store.claim(request)) == 1
+            now += 2_000_000
+            await client.store.sweep(scope=None, limit=10, max_reclaims=2)
+        assert (await run.refresh()).status is Status.PENDING
+        async with worker(client, max_reclaims=2):
+            with pytest.raises(durable.RunFailed):
+                await run.result()
+        assert run.error_kind == "reclaim_limit"
+        assert done == ["book car", "unbook car"]
