@@ -50,6 +50,7 @@ BUDGETS = {  # seconds of test time, added up over the processes; the first patt
     "plans": ("tests/plans/*", 90),
     "conformance": ("tests/conformance/*", 120),
     "sqlite": ("tests/sqlite/*", 60),
+    "postgres": ("tests/postgres/*", 120),
     "typing": ("tests/typing/*", 90),
     "engine": ("tests/engine/*", 180),
     "replay": ("tests/replay/*", 120),
