@@ -1,4 +1,4 @@
-"""The command line: `durable demo | worker | start | runs | approvals | explain | doctor | migrate | schema | purge | audit`.
+"""The command line: `durable demo | worker | start | runs | approvals | explain | replay | doctor | migrate | schema | purge | audit`.
 
 Reads and acts through the client only. The URL comes from `--url`, the environment (DURABLE_URL), `durable.toml` or
 `[tool.durable]` in pyproject.toml, in this order. Tables on a terminal, one line of JSON per thing otherwise (or with `--json`).
@@ -14,7 +14,7 @@ import sys
 import typer
 
 from ..errors import ConfigurationError, DurableError, NotFound, RegistrationError, StoreError
-from . import approval_commands, demo_command, doctor, run_commands, store_commands, work_commands
+from . import approval_commands, demo_command, doctor, replay_command, run_commands, store_commands, work_commands
 from .output import complain
 
 ANSWER_IS_NO, USAGE, NOT_FOUND, NO_STORE, INTERRUPTED = 1, 2, 3, 4, 130
@@ -31,6 +31,7 @@ app.command("start")(work_commands.start)
 app.add_typer(run_commands.app, name="runs", help="List, show, cancel and retry runs.")
 app.add_typer(approval_commands.app, name="approvals", help="What runs wait to have approved.")
 app.command("explain")(run_commands.explain)
+app.command("replay")(replay_command.replay)
 app.command("doctor")(doctor.doctor)
 app.command("migrate")(store_commands.migrate)
 app.command("schema")(store_commands.schema)
