@@ -11,7 +11,6 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,8 @@ def _mongo() -> str:
 
 
 @pytest.fixture(params=["sqlite", "postgresql", "mongodb"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield {"sqlite": lambda: f"sqlite:///{tmp_path / 'one.db'}", "postgresql": _postgres, "mongodb": _mongo}[
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return {"sqlite": lambda: f"sqlite:///{tmp_path / 'one.db'}", "postgresql": _postgres, "mongodb": _mongo}[
         request.param
     ]()
 
