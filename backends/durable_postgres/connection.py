@@ -45,6 +45,7 @@ TRIES: Final = 12
 PAUSE: Final = 0.002
 GET_TIMEOUT: Final = 10.0
 """Seconds that a call waits for a free connection. Longer than a new connection may take."""
+CLOSE_TIMEOUT: Final = 5.0
 RECONNECT: Final = 1.0
 """Seconds after which the pool forgets a connection that can not be made: the next call that needs one tries at once."""
 CLOCK_AGE: Final = 30 * SECOND
@@ -75,6 +76,7 @@ class Pools:
         self._lock = threading.Lock()
         self._pools: dict[asyncio.AbstractEventLoop, AsyncConnectionPool[Lendable]] = {}
         self._connections: dict[asyncio.AbstractEventLoop, list[Lendable]] = {}
+        self._keepers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._pid = os.getpid()
         self.closed = False
 
@@ -121,6 +123,7 @@ class Pools:
         await pool.open()  # takes no connection yet, and does not let another task run
         with self._lock:
             self._pools[loop], self._connections[loop] = pool, made
+            self._keepers[loop] = loop.create_task(_keep(pool))
         return pool
 
     def _forget_ended(self) -> None:
@@ -129,7 +132,7 @@ class Pools:
             ended = [loop for loop in self._pools if loop.is_closed()]
             made = [con for loop in ended for con in self._connections.pop(loop)]
             for loop in ended:
-                del self._pools[loop]
+                del self._pools[loop], self._keepers[loop]
         for con in made:
             con.pgconn.finish()
 
@@ -143,13 +146,28 @@ class Pools:
         with self._lock:
             pools, self._pools = dict(self._pools), {}
             made, self._connections = self._connections, {}
-        for loop, pool in pools.items():
+            keepers, self._keepers = self._keepers, {}
+        for loop in pools:
             if loop is here:
-                await pool.close(timeout=5.0)
+                await _ended(keepers[loop])
             elif loop.is_running():
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(pool.close(timeout=5.0), loop))
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_ended(keepers[loop]), loop))
             for con in made[loop]:
                 con.pgconn.finish()
+
+
+async def _keep(pool: AsyncConnectionPool[Lendable]) -> None:
+    """Close the pool when this task is cancelled: by the store, or by a loop that ends with all its tasks, as that of a renewal thread
+    does. The tasks of a pool do not end with their loop by themselves."""
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        await pool.close(timeout=CLOSE_TIMEOUT)
+
+
+async def _ended(keeper: asyncio.Task[None]) -> None:
+    keeper.cancel()
+    await asyncio.wait([keeper])
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,250 @@
+"""URLs, the first contact and the doctor (rules 64, 68, 69): what can not work is refused with a sentence that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import urllib.parse
+from typing import Any
+
+import pytest
+from servers.postgres import Database
+
+from durable.errors import ConfigurationError, StoreUnavailable
+from durable.model import ALL, RunQuery, WorkerRecord
+from durable.settings import HOUR, SECOND, Settings
+from durable.testing.conformance.scenario import Scene, new_run
+from durable_postgres import Store, backend
+from durable_postgres.opening import read
+
+WORKER: dict[str, Any] = {
+    "worker_id": "w1",
+    "tenant": None,
+    "bound": False,
+    "host": "here",
+    "pid": 1,
+    "queues": {"default": 1},
+    "functions": [("work", None)],
+    "family": "3.12",
+    "settings": '{"transaction_slots":4,"max_reclaims":5}',
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# -- URLs ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:hunter2@h/d?pool_size=many",
+        "postgresql://u:hunter2@h/d?pool_size=9",
+        "postgresql://u:hunter2@h/d?listen=maybe",
+        "postgresql://u:hunter2@h/d?nonsense=1",
+        "postgresql://u:hunter2@h/d?direct_url=postgresql%3A%2F%2Fu%3Ahunter2%40h%2Fd%3Fnonsense%3D1",
+        "mysql://u:hunter2@h/d",
+    ],
+)
+async def test_a_url_that_can_not_work_is_refused_and_its_password_is_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        await backend.open(url, settings=Settings())
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "hunter2" not in str(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def test_the_pool_is_at_least_the_transaction_slots_and_six() -> None:
+    """Claims, records, ends, renewals and chores must never wait for the user's transactions (68)."""
+    for slots in (1, 4, 20):
+        settings = Settings(transaction_slots=slots)
+        assert read("postgresql://h/d", settings).pool_size == slots + 6
+        assert read(f"postgresql://h/d?pool_size={slots + 6}", settings).pool_size == slots + 6
+        with pytest.raises(ConfigurationError, match=f"{slots + 6}"):
+            read(f"postgresql://h/d?pool_size={slots + 5}", settings)
+
+
+def test_what_libpq_knows_goes_to_libpq_and_what_is_ours_does_not() -> None:
+    direct = urllib.parse.quote("postgresql://direct/d", safe="")
+    address = read(
+        f"postgres://u@h:6432/d?sslmode=require&prepare=off&listen=off&direct_url={direct}&pool_size=12", Settings()
+    )
+    assert "sslmode=require" in address.conninfo
+    assert "pool_size" not in address.conninfo
+    assert "keepalives_idle" in address.conninfo
+    assert "host=direct" in address.direct
+    assert (address.pool_size, address.prepare, address.listen) == (12, False, False)
+    assert address.place == "h:6432/d"
+
+
+async def test_the_clock_of_the_server_can_not_be_replaced(database: Database) -> None:
+    with pytest.raises(ConfigurationError, match="clock"):
+        await backend.open(database.url, settings=Settings(), clock=lambda: 0)
+
+
+# -- first contact --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["serializable", "repeatable read"])
+async def test_another_isolation_default_refuses_to_start_and_says_how_to_reset_it(
+    database: Database, level: str
+) -> None:
+    """Read from a live connection, whatever set it: server, database, role or URL (64)."""
+    with database.connect() as con:
+        con.execute(f"ALTER DATABASE {database.name} SET default_transaction_isolation = '{level}'")
+    with pytest.raises(ConfigurationError, match="RESET default_transaction_isolation"):
+        await backend.open(database.url, settings=Settings())
+    options = urllib.parse.quote("-c default_transaction_isolation=read\\ committed")
+    await (await backend.open(f"{database.url}?options={options}", settings=Settings())).close()
+
+
+async def test_every_transaction_is_read_committed_by_its_own_statement(database: Database, store: Store) -> None:
+    """Also where the default is changed while the store is open (64)."""
+    scene = Scene(store, None)  # type: ignore[arg-type]
+    options = f"ALTER DATABASE {database.name} SET default_transaction_isolation = 'serializable'"
+    with database.connect() as con:
+        con.execute(options)
+        con.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+    held = await scene.take()
+    await asyncio.gather(*(scene.append(held, name) for name in "a"), scene.send(held.run.run_id))
+    levels: list[str] = []
+
+    async def work(con: Any) -> Any:
+        levels.append((await (await con.execute("SHOW transaction_isolation")).fetchone())[0])
+        return await scene.record(held.run.run_id, "t")
+
+    await store.transaction(held.lease, work, timeout=5 * SECOND)
+    assert levels == ["read committed"]
+
+
+async def test_an_unreachable_server_only_warns_and_is_checked_on_first_contact(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "durable.postgres"):
+        store = await backend.open(f"postgresql://postgres@127.0.0.1:{free_port()}/postgres", settings=Settings())
+    assert "does not answer" in caplog.text
+    with pytest.raises(StoreUnavailable):
+        await store.get(["x"], scope=ALL)
+    (check,) = await store.check()
+    assert (check.name, check.level) == ("server", "refuse")
+    await store.close()
+
+
+async def test_what_would_refuse_at_the_start_refuses_at_first_contact(database: Database) -> None:
+    """The server is away at the start, and has a wrong default when it comes."""
+    with database.connect() as con:
+        con.execute(f"ALTER DATABASE {database.name} SET default_transaction_isolation = 'serializable'")
+        con.execute(f"ALTER DATABASE {database.name} CONNECTION LIMIT 0")
+        con.execute("CREATE ROLE plain LOGIN") if not con.execute(
+            "SELECT 1 FROM pg_roles WHERE rolname = 'plain'"
+        ).fetchone() else None
+        con.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO plain")
+    url = database.url.replace("postgres@", "plain@")
+    store = await backend.open(url, settings=Settings())
+    with database.connect() as con:
+        con.execute(f"ALTER DATABASE {database.name} CONNECTION LIMIT -1")
+    with pytest.raises(ConfigurationError, match="isolation"):
+        await store.get(["x"], scope=ALL)
+    await store.close()
+
+
+# -- doctor ---------------------------------------------------------------------------------------------------------------------
+
+
+async def levels(store: Store) -> dict[str, str]:
+    return {check.name: check.level for check in await store.check()}
+
+
+async def test_the_doctor_finds_nothing_wrong_with_a_sound_store(store: Store) -> None:
+    found = await levels(store)
+    assert {
+        "server",
+        "schema",
+        "indexes",
+        "isolation",
+        "durability",
+        "clock",
+        "connections",
+        "dead rows",
+        "ready",
+        "functions",
+        "limits",
+    } <= {*found}
+    assert {name for name, level in found.items() if level != "ok"} <= {
+        "durability"
+    }  # the server of the tests has fsync = off
+
+
+async def test_the_doctor_adds_up_all_workers_against_the_servers_limit(database: Database, store: Store) -> None:
+    for number in range(30):
+        await store.register(WorkerRecord(**{**WORKER, "worker_id": str(number)}))
+    (check,) = [check for check in await store.check() if check.name == "connections"]
+    assert check.level == "warn"
+    assert "30 live worker(s) may open 300 connections" in check.text
+
+
+async def test_the_doctor_names_runs_that_no_live_worker_knows(store: Store) -> None:
+    await store.enqueue([new_run(name="unknown") for _ in range(2)])
+    await store.register(WorkerRecord(**WORKER))
+    await store.enqueue([new_run()])
+    (check,) = [check for check in await store.check() if check.name == "functions"]
+    assert check.level == "warn"
+    assert "'unknown' in queue 'default' (2)" in check.text
+    assert "'work'" not in check.text
+
+
+async def test_the_doctor_names_limits_on_which_workers_disagree(store: Store) -> None:
+    await store.register(WorkerRecord(**WORKER))
+    await store.register(WorkerRecord(**{**WORKER, "worker_id": "w2", "settings": '{"max_reclaims":3}'}))
+    (check,) = [check for check in await store.check() if check.name == "limits"]
+    assert (check.level, "max_reclaims: 3, 5" in check.text) == ("warn", True)
+
+
+async def test_the_doctor_sees_work_that_has_been_ready_for_long(database: Database, store: Store) -> None:
+    await store.enqueue([new_run()])
+    with database.connect() as con:
+        con.execute("UPDATE durable_run SET updated_at = updated_at - interval '1 hour'")
+    (check,) = [check for check in await store.check() if check.name == "ready"]
+    assert (check.level, "1:00:0" in check.text) == ("warn", True)
+
+
+# -- several loops ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_is_used_from_several_event_loops_and_lets_go_of_all_connections(database: Database) -> None:
+    """The worker's loop, the renewal thread's and a blocking client's: connections of psycopg belong to one loop each."""
+
+    async def use(store: Store) -> int:
+        await store.enqueue([new_run()])
+        return await store.count(RunQuery(), scope=ALL)
+
+    async def main() -> None:
+        store = await backend.open(database.url, settings=Settings())
+        assert await use(store) == 1
+        assert await asyncio.to_thread(lambda: asyncio.run(use(store))) == 2
+        assert await asyncio.to_thread(lambda: asyncio.run(use(store))) == 3
+        waiting = asyncio.create_task(store.wait(["queue:default"], HOUR))
+        await asyncio.sleep(0.05)
+        await store.close()
+        await waiting
+        with pytest.raises(StoreUnavailable):
+            await use(store)
+
+    asyncio.run(main(), debug=True)
+    with database.connect() as con:
+        for _ in range(500):
+            left = con.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            ).fetchone()
+            if left == (0,):
+                break
+            con.execute("SELECT pg_sleep(0.02)")
+        assert left == (0,)
