@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from . import cron
 from ._engine.worker import Worker
+from .blocking import SyncContext
 from .children import ChildRun, SyncChildRun
 from .client import Client
 from .codec import error
-from .context import Context, SyncContext
+from .context import Context
 from .cron import Cron
 from .errors import (
     ConfigurationError,

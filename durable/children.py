@@ -21,7 +21,8 @@ from .threadbody import ThreadCall
 
 if TYPE_CHECKING:
     from .activation import Activation
-    from .context import Context, SyncContext
+    from .blocking import SyncContext
+    from .context import Context
 
 R_co = TypeVar("R_co", covariant=True, default=Any)
 

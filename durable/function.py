@@ -22,8 +22,9 @@ from uuid import UUID
 
 from typing_extensions import TypeVar
 
+from .blocking import SyncContext
 from .codec import Codec, Signature
-from .context import Context, SyncContext
+from .context import Context
 from .cron import Cron
 from .errors import Misuse, RegistrationError
 from .model import Json, NewRun, new_run_id

@@ -90,6 +90,8 @@ ELSEWHERE = {
     "all_tenants": "the only unbound handle: test_all_tenants_sees_everybody_and_starts_nothing",
     "using": "test_a_missing_tenant_never_widens_a_filter",
     "run": "start, then the result of that run: test_a_bound_worker_takes_only_its_tenants_runs",
+    "approve": "a signal: test_open_approvals_are_listed_for_each_tenant",
+    "approvals": "test_open_approvals_are_listed_for_each_tenant",
     "migrate": "the tables are everybody's",
     "schema_status": "the tables are everybody's",
     "check": "the store itself",

@@ -16,8 +16,9 @@ from replay.simulation import STARTED
 from replay.stage import Stage, declared, play, twice
 
 from durable.activation import Activation
+from durable.blocking import SyncContext
 from durable.codec import read_envelope
-from durable.context import Context, SyncContext
+from durable.context import Context
 from durable.errors import (
     ConfigurationError,
     LeaseLost,

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from durable.blocking import SyncContext
 from durable.codec import Codec
-from durable.context import Context, SyncContext
+from durable.context import Context
 from durable.cron import Cron
 from durable.errors import ConfigurationError, DurableError, Misuse, RegistrationError
 from durable.function import Function, Registry, Step, default_registry, function, source_fingerprint, step

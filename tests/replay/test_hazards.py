@@ -19,8 +19,9 @@ from replay.programs import Wanted
 from replay.stage import Stage, declared, play, twice
 
 from durable.activation import Activation
+from durable.blocking import SyncContext
 from durable.codec import error as durable_error
-from durable.context import Context, SyncContext
+from durable.context import Context
 from durable.errors import Misuse, NonDeterminismError, SpinningError, StepFailed, StuckError
 from durable.function import step as durable_step
 from durable.model import Inbox, RecordKind
