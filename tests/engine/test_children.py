@@ -414,3 +414,24 @@ async def test_the_parent_of_1000_independent_children_is_woken_at_most_40_times
     claims, result, _ = await _claims(1000, independent, 1000)
     assert result == 999 * 1000
     assert claims <= 41
+
+
+async def test_a_suspended_parent_of_a_map_sleeps_until_the_last_of_its_children_has_landed(
+    client: durable.Client,
+) -> None:
+    run = await client.start(mapped, 200, None)
+    async with durable.Worker(client, functions=[mapped], grace="2s"):
+        await until(lambda: _enough(client, run, 200), "all the starts")
+    assert (await run.refresh()).status is Status.SUSPENDED
+    assert run.record.wake_after == 200
+    async with durable.Worker(client, functions=[twice], grace="2s"):
+        await until(lambda: _woken(run), "the wake")
+    assert run.record.attempts == 1
+    assert all(child.status.terminal for child in await client.store.children(run.id, scope=None))
+    async with worker(client):
+        assert await run.result() == [2 * number for number in range(200)]
+    assert (await run.refresh()).record.attempts == 2
+
+
+async def _woken(run: durable.Run[Any]) -> bool:
+    return (await run.refresh()).status is not Status.SUSPENDED
