@@ -116,11 +116,8 @@ async def _ended_children(work: Work, row: Document) -> list[ChildEnd]:
         if "@" not in one["parent_step_id"] and "purging_at" not in one
     ]
     ends = [f"{run_id}/{one['parent_step_id']}:end" for one in children]
-    recorded = (
-        {one["_id"] for one in await work.find("durable_step", {"_id": {"$in": ends}}, fields=["_id"])}
-        if ends
-        else set()
-    )
+    records = await work.find("durable_step", {"_id": {"$in": ends}}, fields=["_id"]) if ends else []
+    recorded = {one["_id"] for one in records}
     return [
         ChildEnd(
             run_id=one["_id"],

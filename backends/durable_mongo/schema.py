@@ -13,7 +13,7 @@ import hashlib
 import importlib.resources
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from pymongo import ASCENDING, IndexModel
@@ -52,8 +52,7 @@ def collections_of(migration: Migration) -> Mapping[str, Sequence[Mapping[str, A
 
 def spec_of(index: Mapping[str, Any]) -> dict[str, Any]:
     """What makes an index what it is, from our files or from the server's list."""
-    key = index["key"]
-    pairs = key.items() if isinstance(key, Mapping) else key
+    pairs: Iterable[tuple[str, Any]] = dict(index["key"]).items()
     return {
         "key": [[field, int(direction)] for field, direction in pairs],
         "unique": bool(index.get("unique")),
@@ -64,7 +63,7 @@ def spec_of(index: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def migrations() -> Sequence[Mongo]:
     """The migrations of this installation, in order."""
-    folder = importlib.resources.files(__package__).joinpath("migrations")
+    folder = importlib.resources.files(__name__.rpartition(".")[0]).joinpath("migrations")
     files = [
         (entry.name, entry.read_text(encoding="utf-8")) for entry in folder.iterdir() if entry.name.endswith(".json")
     ]

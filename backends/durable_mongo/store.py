@@ -85,7 +85,7 @@ class Store:
         self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, _OUTPUTS))
         all_landed = bool(entries) and await self._plain(lambda work: settle.settle_quickly(work, entries))
         if all_landed:
-            return ["landed"] * len(entries)
+            return ["landed" for _ in entries]
         return await self._write(lambda work: settle.settle(work, entries))
 
     async def request_cancel(self, run_ids: Sequence[str], *, scope: Scope, reason: str = "") -> Sequence[bool]:

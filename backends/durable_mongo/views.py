@@ -270,8 +270,11 @@ def _plainly(waiting_for: str | None) -> str:
     except ValueError:
         return waiting_for or "something"
     if isinstance(found, dict):
+        fields: dict[str, Any] = found  # pyright: ignore[reportUnknownVariableType]
         parts = [
-            f"{what} {', '.join(map(str, one)) if isinstance(one, list) else one}" for what, one in found.items() if one
+            f"{what} {', '.join(map(str, one)) if isinstance(one, list) else one}"  # pyright: ignore[reportUnknownArgumentType]
+            for what, one in fields.items()
+            if one
         ]
         return "; ".join(parts) or "something"
     return "something" if found is None else str(found)
