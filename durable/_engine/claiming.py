@@ -19,6 +19,7 @@ from ..model import Claimed, ClaimRequest, Instant, Scope
 from ..settings import MINUTE, SECOND, Micros
 from .leases import Hold
 from .runner import Host, Running
+from .slots import Slots
 
 FIRST_PAUSE: Micros = 50_000
 RECHECK: Micros = 100_000
@@ -54,7 +55,9 @@ class Claims:
         self._functions = tuple((function.name, function.version) for function in registry)
         self._queues = queues
         self._grace = grace
-        self._per_queue: dict[str, int] = {}
+        self._own_slots = {
+            name: Slots(limit, self._own_slot_freed) for name, limit in queues.items() if limit is not None
+        }
         self._alone: set[Running] = set()  # taken alone, and no record made yet
         self._count = 0
         self._hungry = True  # there may be more than the last claim brought
@@ -114,6 +117,9 @@ class Claims:
         if self._hungry and not self._wake.is_set() and self._room() > 0:
             self._wake.set()
 
+    def _own_slot_freed(self) -> None:
+        self._hungry = True  # the queue's own limit may have held others back; the worker's slot is given back next
+
     def queues_woken(self, queues: Iterable[str]) -> None:
         """Runs of these queues became claimable."""
         if any(name in self._queues for name in queues):
@@ -160,8 +166,9 @@ class Claims:
 
     async def _claim(self, room: int) -> int:
         queues: dict[str, int] = {}
-        for name, limit in self._queues.items():
-            left = room if limit is None else min(room, limit - self._per_queue.get(name, 0))
+        for name in self._queues:
+            own = self._own_slots.get(name)
+            left = room if own is None else min(room, own.free)
             if left > 0:
                 queues[name] = left
         if not queues:
@@ -217,12 +224,14 @@ class Claims:
             return
         hold = Hold(claimed.lease, sent=sent, length=host.lease, wake_seq=run.wake_seq)
         host.leases.add(hold)
-        host.slots.occupy()
-        running = Running(host, claimed, function, hold)
+        own = self._own_slots.get(run.queue)
+        slots = (host.slots,) if own is None else (own, host.slots)
+        for held in slots:
+            held.occupy()
+        running = Running(host, claimed, function, hold, slots)
         self.held[run.run_id] = running
         if running.alone:
             self._alone.add(running)
-        self._per_queue[run.queue] = self._per_queue.get(run.queue, 0) + 1
         if host.events.wanted:
             host.events.emit(
                 RunClaimed(
@@ -244,9 +253,6 @@ class Claims:
         if self.held.get(run.run_id) is running:
             del self.held[run.run_id]
         self._alone.discard(running)
-        self._per_queue[run.queue] -= 1
-        if self._queues.get(run.queue) is not None:
-            self._hungry = True  # the queue's own limit may have held others back
         if not task.cancelled() and (error := task.exception()) is not None:
             self._host.events.emit(EngineFault(where=f"run {run.run_id}", error=f"{type(error).__name__}: {error}"))
         self.slot_freed()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ..activation import Activation
@@ -81,7 +81,9 @@ class Host(Protocol):
 class Running:
     """One run in hand. On the worker's loop."""
 
-    def __init__(self, host: Host, claimed: Claimed, function: Function[..., Any], hold: Hold) -> None:
+    def __init__(
+        self, host: Host, claimed: Claimed, function: Function[..., Any], hold: Hold, slots: Sequence[Slots]
+    ) -> None:
         self.host = host
         self.claimed = claimed
         self.function = function
@@ -99,6 +101,9 @@ class Running:
         self._aside: asyncio.Task[None] | None = None
         self._why: Why | None = None
         self._rest: Rest | None = None
+        self._slots = (
+            slots  # its queue's own, if that has a limit in this worker, before the worker's: it waits for both
+        )
         self._has_slot = True
         self._settling = False
         self._cancel = claimed.run.cancel_requested_at is not None and claimed.run.cancel_refused_at is None
@@ -115,7 +120,10 @@ class Running:
         except asyncio.CancelledError:
             if not self.abandoned:
                 raise
-        except (LeaseLost, StoreUnavailable) as error:  # the store is asked until the lease has ended: then it is lost, too
+        except (
+            LeaseLost,
+            StoreUnavailable,
+        ) as error:  # the store is asked until the lease has ended: then it is lost, too
             self.hold.lose(error.message)
             self._report(None, "lost")
         except Exception as error:  # noqa: BLE001 -- a defect of ours must not take the worker with it
@@ -382,12 +390,22 @@ class Running:
     def _give_slot(self) -> None:
         if self._has_slot:
             self._has_slot = False
-            self.host.slots.give()
+            for slots in self._slots:
+                slots.give()
 
     async def _take_slot(self) -> None:
-        if not self._has_slot:
-            await self.host.slots.take()
-            self._has_slot = True
+        if self._has_slot:
+            return
+        taken: list[Slots] = []
+        try:
+            for slots in self._slots:
+                await slots.take()
+                taken.append(slots)
+        except BaseException:
+            for slots in taken:
+                slots.give()
+            raise
+        self._has_slot = True
 
     def _arm(self, activation: Activation) -> None:
         """The cap of one execution, counted from the claim, and the deadline (12)."""
@@ -398,7 +416,9 @@ class Running:
             left = cap - (boottime() - self.since)
             self._timers.append(loop.call_later(max(left, 0) / SECOND, activation.time_out, "timeout"))
         if run.compensating and run.cancel_refused_at is None and run.reclaims > self.host.max_reclaims:
-            activation.time_out(ErrorKind.RECLAIM_LIMIT.value)  # the sweep left it, so that what it has done is undone (49)
+            activation.time_out(
+                ErrorKind.RECLAIM_LIMIT.value
+            )  # the sweep left it, so that what it has done is undone (49)
         if run.deadline_at is not None:
             left = run.deadline_at - self.clock()
             self._timers.append(loop.call_later(max(left, 0) / SECOND, activation.time_out, "deadline"))

@@ -723,17 +723,43 @@ async def test_past_the_end_of_its_lease_a_worker_begins_no_step(client: durable
     assert (await run.refresh()).status == "running"
 
 
+at_once = most_at_once = 0
+
+
+async def count() -> None:
+    global at_once, most_at_once
+    at_once += 1
+    most_at_once = max(most_at_once, at_once)
+    await asyncio.sleep(0.005)
+    at_once -= 1
+
+
+@durable.function(registry=declared)
+async def counts(ctx: durable.Context, nothing: int) -> None:
+    await ctx.step(count)
+
+
 async def test_a_queue_with_a_limit_of_its_own_is_claimed_again_as_soon_as_a_run_of_it_ends(url: str) -> None:
     async with durable.Client(url, settings={"poll": "30s", "poll_idle": "30s"}) as client:
-        runs = await client.start_many(sleeps, [0.0] * 6)
-        async with worker(client, queues={"default": 1}) as working:
-            most = 0
-            waits = asyncio.gather(*(run.result() for run in runs))
-            while not waits.done():
-                most = max(most, working.held)
-                await asyncio.sleep(0.001)
-            assert await waits == ["after"] * 6
-    assert most == 1
+        runs = await client.start_many(counts, range(6))
+        async with worker(client, queues={"default": 1}):
+            await asyncio.gather(*(run.result() for run in runs))
+    assert most_at_once == 1
+
+
+async def test_a_run_at_rest_gives_the_slot_of_its_queue_back_too_and_takes_it_again_first(
+    client: durable.Client,
+) -> None:
+    async with worker(client, queues={"default": 1}) as working:
+        resting = await client.start(sleeps, 1)
+        await until(lambda: "before" in log)
+        beside = await client.start(gated, "beside")
+        await until(lambda: working.held == 2)
+        assert working.slots.taken == 1
+        await asyncio.sleep(1.2)  # it is due, but the queue's only slot is taken
+        assert "after" not in log
+        gate.set()
+        assert [await beside.result(), await resting.result()] == ["beside", "after"]
 
 
 async def test_the_last_free_slots_are_filled_beside_bodies_that_run_for_long(client: durable.Client) -> None:
