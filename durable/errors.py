@@ -141,7 +141,14 @@ class _RunEnded(DurableError):
     """What the four ends of an awaited run have in common."""
 
     def __init__(
-        self, message: str, /, *, run_id: str = "", error_kind: str | None = None, traceback: str = "", hint: str | None = None
+        self,
+        message: str,
+        /,
+        *,
+        run_id: str = "",
+        error_kind: str | None = None,
+        traceback: str = "",
+        hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.run_id = run_id

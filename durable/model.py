@@ -51,7 +51,9 @@ TRANSITIONS: Final[Mapping[tuple[Status | None, Status], frozenset[str]]] = {
     (Status.PENDING, Status.FAILED): frozenset({"claim"}),  # unreadable input (9)
     (Status.PENDING, Status.TIMED_OUT): frozenset({"claim"}),  # past its deadline (12)
     (Status.SUSPENDED, Status.PENDING): frozenset({"wake"}),
-    (Status.SUSPENDED, Status.CANCELLED): frozenset({"cancel", "upstream"}),  # attempts = 0 · a node behind a failed one
+    (Status.SUSPENDED, Status.CANCELLED): frozenset(
+        {"cancel", "upstream"}
+    ),  # attempts = 0 · a node behind a failed one
     (Status.RUNNING, Status.PENDING): frozenset({"retry", "hand_back", "sweep"}),
     (Status.RUNNING, Status.SUSPENDED): frozenset({"suspend"}),
     (Status.RUNNING, Status.COMPLETED): frozenset({"settle"}),
@@ -81,7 +83,9 @@ class RecordKind(enum.StrEnum):
     CANCEL = "cancel"
     PIVOT = "pivot"  # from here the run refuses a cancel; stamps cancel_refused_at in the same write (46)
     PUBLISH = "publish"
-    COMPENSATION = "compensation"  # registered before the step that it undoes; sets `compensating` in the same write (49)
+    COMPENSATION = (
+        "compensation"  # registered before the step that it undoes; sets `compensating` in the same write (49)
+    )
     PATCH = "patch"
 
 

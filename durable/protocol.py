@@ -227,7 +227,9 @@ class Scheduler(Protocol):
         spec's `next_fire_at`, changed input alone keeps the instant (56). A parked row that is put again is unparked."""
         ...
 
-    async def pause_schedule(self, schedule_id: str, *, scope: Scope, paused: bool, next_fire_at: Instant | None = None) -> bool:
+    async def pause_schedule(
+        self, schedule_id: str, *, scope: Scope, paused: bool, next_fire_at: Instant | None = None
+    ) -> bool:
         """Pause or resume; on resume `next_fire_at`, if given, is the new next instant. False: unknown or another tenant's."""
         ...
 
