@@ -74,7 +74,7 @@ async def _called(con: Lendable, work: UserWork, timeout: Micros) -> NewRecord:
             raise TimeoutError(f"the transaction took longer than {seconds:g} s and was rolled back") from error
         raise
     finally:
-        await con.take_back()
+        con.take_back()
 
 
 async def _commit(database: Database, con: Lendable, lease: Lease, record: NewRecord, mark: str) -> Appended:
