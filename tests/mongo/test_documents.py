@@ -12,6 +12,7 @@ from servers.mongo_room import Room
 from durable.errors import Conflict, PayloadTooLarge
 from durable.model import ALL, Completed, Status, Suspended
 from durable.settings import HOUR, SECOND
+from durable.storekit import RECORD_ROOM
 from durable.testing.conformance.scenario import ACME, Scene, new_run, schedule
 
 
@@ -57,7 +58,7 @@ async def test_a_payload_over_the_limit_is_refused_and_harms_no_neighbour(opened
     store = await opened(settings={"max_payload": 1_000})
     scene = Scene(store, None)  # type: ignore[arg-type]
     first, second = await scene.take(), await scene.take()
-    large = await scene.record(first.run.run_id, "a", result=json.dumps("x" * 2_000))
+    large = await scene.record(first.run.run_id, "a", result=json.dumps("x" * (RECORD_ROOM + 2_000)))
     small = await scene.record(second.run.run_id, "a")
     with pytest.raises(PayloadTooLarge):
         await store.append([(first.lease, large), (second.lease, small)])
