@@ -92,8 +92,7 @@ async def show(url: str | None, say: Callable[[str], None]) -> Proof:
             return process
 
         try:
-            async with durable.Client(store) as client:
-                await client.migrate()
+            async with durable.Client(store, auto_migrate=True) as client:
                 run = await client.start(demo_steps.checkout, "order-42")
                 say(
                     f"started run {run.id} of five steps on {'a temporary SQLite file' if url is None else 'your database'}"

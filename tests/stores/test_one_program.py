@@ -7,7 +7,6 @@ the demo kills a worker in the middle of a step on each store.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import subprocess
 import sys
@@ -65,21 +64,12 @@ async def program(ctx: durable.Context, name: str) -> dict[str, Any]:
     return {"prices": prices, "loud": loud, "mapped": mapped, "told": told, "ended": ended}
 
 
-@functools.cache
-def _postgres() -> str:
-    return postgres.server().create().url
-
-
-@functools.cache
-def _mongo() -> str:
-    return mongo.server().create().url
-
-
 @pytest.fixture(params=["sqlite", "postgresql", "mongodb"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return {"sqlite": lambda: f"sqlite:///{tmp_path / 'one.db'}", "postgresql": _postgres, "mongodb": _mongo}[
-        request.param
-    ]()
+    """A database that nothing has been in."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'one.db'}"
+    return (postgres.server() if request.param == "postgresql" else mongo.server()).create().url
 
 
 def _worker(client: durable.Client) -> durable.Worker:
