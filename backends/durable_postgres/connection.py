@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 import psycopg
 from psycopg import AsyncRawCursor, pq
 from psycopg.rows import tuple_row
-from psycopg_pool import AsyncConnectionPool
+from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from durable.clock import boottime, system_micros
 from durable.errors import Conflict, StoreUnavailable
@@ -43,10 +43,13 @@ log = logging.getLogger("durable.postgres")
 TRIES: Final = 12
 """How often a transaction is begun anew after a dead-lock, a serialization failure, or a race that another one won."""
 PAUSE: Final = 0.002
-GET_TIMEOUT: Final = 10.0
-"""Seconds that a call waits for a free connection. Longer than a new connection may take."""
+REPLACEMENTS: Final = 2
+"""How often a lost connection is replaced within one call."""
+NO_CONNECTION: Final = (PoolTimeout, PoolClosed)
+GET_TIMEOUT: Final = 5.0
+"""Seconds that a call waits for a free connection, or for a server that is away."""
 CLOSE_TIMEOUT: Final = 5.0
-RECONNECT: Final = 1.0
+RECONNECT: Final = 2.0
 """Seconds after which the pool forgets a connection that can not be made: the next call that needs one tries at once."""
 CLOCK_AGE: Final = 30 * SECOND
 """How long the best sample of the server's clock is kept."""
@@ -229,18 +232,16 @@ class Database:
         return await self._repeated(lambda con: self._transaction(con, make, (Ask(BEGIN_READING), Ask(NOW)), once))
 
     async def _repeated(self, attempt: Callable[[Lendable], Coroutine[Any, Any, T]]) -> T:
-        """Begin anew where another transaction was in the way, and once where a pooled connection turned out to be dead."""
+        """Begin anew where another transaction was in the way, or where a pooled connection turned out to be dead."""
         self.pools.guard()
         if self.contact is not None:
             await self.contact()
-        pause, replaced = PAUSE, False
+        pause, replacements = PAUSE, REPLACEMENTS
         for left in reversed(range(TRIES)):
             with faults.mapped():
                 pool = await self.pools.of_this_loop()
-                fresh = True
                 try:
                     async with pool.connection() as con:
-                        fresh, con.used = not con.used, True
                         return await attempt(con)
                 except Again as error:
                     if not left:
@@ -248,9 +249,9 @@ class Database:
                 except psycopg.Error as error:
                     if error.sqlstate in faults.AGAIN and left:
                         pass
-                    elif faults.lost(error) and not fresh and not replaced:
-                        # It was broken while nobody used it; its neighbours are, too. Every write may be repeated (42).
-                        replaced = True
+                    elif faults.lost(error) and not isinstance(error, NO_CONNECTION) and replacements:
+                        # As a rule it broke while nobody used it, and so did its neighbours. Every write may be repeated (42).
+                        replacements -= 1
                         await pool.drain()
                         continue
                     else:

@@ -36,8 +36,6 @@ class Lendable(AsyncConnection[Row]):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.used = False
-        """True once something was asked on it: a failure may then be that of an old connection."""
         self.lent = False
         """True while a user's function has it."""
 

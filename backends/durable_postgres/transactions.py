@@ -54,7 +54,6 @@ async def _connection(database: Database) -> AsyncIterator[Lendable]:
         pool = await database.pools.of_this_loop()
         con = await pool.getconn()
     try:
-        con.used = True
         yield con
     finally:
         await database.undo(con)

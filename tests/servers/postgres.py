@@ -39,6 +39,8 @@ SETTINGS = {
     "autovacuum_naptime": "10s",
 }
 START_LIMIT = 120
+# The server ends, without a checkpoint, when this process lets go of the pipe: by `stop`, or because it was killed.
+WATCHED = 'exec 3<&0; "$1" -D "$2" & server=$!; (cat <&3 >/dev/null; kill -QUIT $server) 2>/dev/null & wait $server'
 _numbers = itertools.count(1)
 
 
@@ -132,10 +134,11 @@ class Process:
             file.write("\n".join(lines) + "\n")
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start it and wait until it answers. It ends with this process, however that ends."""
         with (self.folder / "log").open("ab") as log:
             self._server = subprocess.Popen(
-                [str(self.programs / "postgres"), "-D", str(self.folder / "data")],
+                ["/bin/sh", "-c", WATCHED, "watched", str(self.programs / "postgres"), str(self.folder / "data")],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=self._environment(),
@@ -155,15 +158,16 @@ class Process:
 
     def stop(self, *, immediate: bool = False) -> None:
         """Stop it; `immediate` as a crash would, without a checkpoint."""
-        if self._server is None:
+        server, self._server = self._server, None
+        if server is None:
             return
-        self._server.send_signal(signal.SIGQUIT if immediate else signal.SIGINT)
-        try:
-            self._server.wait(60)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait(60)
-        self._server = None
+        assert server.stdin is not None
+        if not immediate:
+            pid = (self.folder / "data" / "postmaster.pid").read_text(encoding="utf-8").partition("\n")[0]
+            os.kill(int(pid), signal.SIGINT)
+            server.wait(60)
+        server.stdin.close()  # the watcher ends it as a crash would
+        server.wait(60)
 
     def remove(self) -> None:
         """Stop it and delete its folder."""
