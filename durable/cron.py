@@ -102,7 +102,7 @@ class Fields:
     def wall_from(self, start: datetime) -> datetime | None:
         """The first matching reading of a clock without a zone that is not before `start` (whole seconds)."""
         day = self.date_from(start.date())
-        if day == start.date():
+        if day is not None and day == start.date():
             index = self.index_from(start.time())
             if index < self.times:
                 return datetime.combine(day, self.time_at(index))
@@ -197,7 +197,7 @@ def _checked(item: str, what: str, lowest: int, highest: int, names: dict[str, i
     if found is None:
         raise refuse("random and hashed values are not supported" if item[:1] in ("r", "h") else "can not be read")
     _, first, last, step = found.groups()
-    bounds = []
+    bounds: list[int] = []
     for value in (first, last):
         if value is not None:
             number = int(value) if value.isdigit() else names.get(value)
@@ -292,7 +292,7 @@ def due(
     while len(late) < wanted and (found := _previous(find, since, before, gap)) is not None:
         late.append(found)
         before, gap = found, max(before - found, _SECOND)
-    on_time = []
+    on_time: list[datetime] = []
     moment = find(threshold)
     while moment <= now_second:
         on_time.append(moment)

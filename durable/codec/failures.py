@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import traceback
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from durable import errors
 from durable.errors import DurableError, RegistrationError, SerializationError, StepFailed
@@ -56,7 +56,7 @@ class ErrorData:
     type_name: str
     message: str
     traceback: str = ""
-    detail: dict[str, Any] = dataclasses.field(default_factory=dict)
+    detail: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def to_json(self) -> str:
         """The text that is stored."""
@@ -68,16 +68,18 @@ class ErrorData:
     def from_json(cls, text: str) -> ErrorData:
         """The data of a stored text. Raises SerializationError for what is none."""
         raw = plain.read(text)
-        if not isinstance(raw, dict) or not isinstance(raw.get("type"), str) or not isinstance(raw.get("message"), str):
+        fields = cast("dict[str, object]", raw) if isinstance(raw, dict) else {}
+        type_name, message = fields.get("type"), fields.get("message")
+        if not isinstance(type_name, str) or not isinstance(message, str):
             raise SerializationError(
                 "a stored error that is none: it was not written by this project, or it is damaged"
             )
-        trace, detail = raw.get("traceback"), raw.get("detail")
+        trace, detail = fields.get("traceback"), fields.get("detail")
         return cls(
-            type_name=raw["type"],
-            message=raw["message"],
+            type_name=type_name,
+            message=message,
             traceback=trace if isinstance(trace, str) else "",
-            detail=detail if isinstance(detail, dict) else {},
+            detail=cast("dict[str, Any]", detail) if isinstance(detail, dict) else {},
         )
 
 
@@ -141,7 +143,7 @@ def rebuild(data: ErrorData, step_id: str = "") -> Exception:
     cause = data.detail.get("cause")
     if isinstance(cause, dict):
         try:
-            made.__cause__ = rebuild(ErrorData.from_json(plain.write(cause)))
+            made.__cause__ = rebuild(ErrorData.from_json(plain.write(cast("object", cause))))
         except SerializationError:
             made.__cause__ = None  # a stored cause that is none: the error itself still stands
     return made
@@ -149,9 +151,10 @@ def rebuild(data: ErrorData, step_id: str = "") -> Exception:
 
 def _rebuild_ours(data: ErrorData) -> Exception | None:
     cls = _ours.get(data.type_name)
-    fields = data.detail.get("fields")
-    if cls is None or not isinstance(fields, dict):
+    found = data.detail.get("fields")
+    if cls is None or not isinstance(found, dict):
         return None
+    fields = cast("dict[str, object]", found)
     hint = fields.get("hint")
     made = cls(data.message, hint=hint if isinstance(hint, str) else None)
     for name in _OUR_FIELDS:
@@ -164,9 +167,10 @@ def _rebuild_known(data: ErrorData) -> Exception | None:
     cls = _known.get(data.type_name)
     if cls is None:
         return None
-    arguments = data.detail.get("args")
+    stored = data.detail.get("args")
     try:
-        if isinstance(arguments, list):
+        if isinstance(stored, list):
+            arguments = cast("list[object]", stored)
             made = cls(*arguments)
             if type(made) is cls and list(_arguments(made)) == arguments:
                 return made

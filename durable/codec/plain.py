@@ -17,13 +17,15 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sized
 from decimal import Decimal
-from json.encoder import encode_basestring as quote
-from typing import Any
+from json.encoder import encode_basestring
+from typing import Any, cast
 
 from pydantic_core import from_json
 
 from durable.errors import PayloadTooLarge, SerializationError
 
+quote: Callable[[Any], str] = encode_basestring
+"""The JSON text of a text. It takes anything, for a checker: the writers ask for the type themselves, once."""
 MAX_DEPTH = 100
 """Levels of lists and objects. Far below what the parsers of the stores and of Python take, with room for the envelope."""
 MAX_DIGITS = 131_072
@@ -64,7 +66,7 @@ def path_of(root: str, parts: Iterable[str | int]) -> str:
     return text
 
 
-def write(value: Any, root: str = "$", *, limit: int = 1 << 31) -> str:
+def write(value: object, root: str = "$", *, limit: int = 1 << 31) -> str:
     """The compact JSON text of a plain value. Raises SerializationError with the path, PayloadTooLarge past `limit`.
 
     The limit is only there to stop early (a small value can refer to one list a million times); `Codec` measures the result.
@@ -84,9 +86,9 @@ def write(value: Any, root: str = "$", *, limit: int = 1 << 31) -> str:
     return text
 
 
-def _object(value: dict[str, Any], depth: int, left: list[int]) -> str:
+def _object(value: dict[str, object], depth: int, left: list[int]) -> str:
     _enter(value, depth, left)
-    pieces = []
+    pieces: list[str] = []
     for key in ordered(value):
         item = value[key]
         kind = type(item)
@@ -99,7 +101,7 @@ def _object(value: dict[str, Any], depth: int, left: list[int]) -> str:
     return f"{{{','.join(pieces)}}}"
 
 
-def _array(value: list[Any] | tuple[Any, ...], depth: int, left: list[int]) -> str:
+def _array(value: list[object] | tuple[object, ...], depth: int, left: list[int]) -> str:
     _enter(value, depth, left)
     pieces: list[str] = []
     try:
@@ -139,7 +141,7 @@ def _bytes_of(key: str) -> int:
     return len(key.encode("utf-8", "surrogatepass"))
 
 
-def _check_texts(value: Any, text: str) -> None:
+def _check_texts(value: object, text: str) -> None:
     if "\\u0000" not in text:
         try:
             text.encode()
@@ -150,7 +152,7 @@ def _check_texts(value: Any, text: str) -> None:
     _find_bad_text(value)
 
 
-def _find_bad_text(value: Any) -> None:
+def _find_bad_text(value: object) -> None:
     if isinstance(value, str):
         if "\x00" in value:
             raise Refusal("text with a NUL character", "PostgreSQL can not hold it; pass bytes, annotated as bytes")
@@ -160,7 +162,12 @@ def _find_bad_text(value: Any) -> None:
             hint = "file names of the system can have them: os.fsencode(name), annotated as bytes"
             raise Refusal("text with a lone surrogate", hint) from None
     elif isinstance(value, (dict, list, tuple)):
-        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+        pairs: Iterable[tuple[str | int, object]]
+        if isinstance(value, dict):
+            pairs = cast("dict[str, object]", value).items()
+        else:
+            pairs = enumerate(cast("list[object]", value))
+        for part, item in pairs:
             try:
                 _find_bad_text(part)
                 _find_bad_text(item)
@@ -186,7 +193,7 @@ def _float(number: float, depth: int, left: list[int]) -> str:
     return f"{number:.1f}"
 
 
-def _refuse(value: Any, depth: int, left: list[int]) -> str:
+def _refuse(value: object, depth: int, left: list[int]) -> str:
     kind = type(value)
     raise Refusal(
         f"{kind.__module__}.{kind.__qualname__} is not plain JSON",

@@ -17,7 +17,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 from typing_extensions import Unpack
 
@@ -146,9 +146,11 @@ class Signature:
         """(args, kwargs) to call the function with, after its context. Raises SerializationError for text that does not fit it."""
         known = self.resolved
         raw = plain.read(text)
-        if not (isinstance(raw, list) and len(raw) == 2 and isinstance(raw[0], list) and isinstance(raw[1], dict)):
+        pair = cast("list[object]", raw) if isinstance(raw, list) else []
+        if not (len(pair) == 2 and isinstance(pair[0], list) and isinstance(pair[1], dict)):
             raise SerializationError(f"{self.name}: stored arguments that are none", path="$")
-        positional, named = raw
+        positional = cast("list[object]", pair[0])
+        named = cast("dict[str, object]", pair[1])
         if len(positional) > len(self._positional) and self._rest is None:
             raise SerializationError(
                 f"{self.name} takes {len(self._positional)} arguments by position, {len(positional)} are stored",
@@ -258,7 +260,7 @@ def _scope(fn: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         inner = getattr(type(inner).__call__, "__func__", type(inner).__call__)
     code = getattr(inner, "__code__", None)
     cells = zip(code.co_freevars if code else (), getattr(inner, "__closure__", None) or (), strict=False)
-    local_names = {}
+    local_names: dict[str, Any] = {}
     for name, cell in cells:
         try:
             local_names[name] = cell.cell_contents

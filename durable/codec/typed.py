@@ -16,9 +16,9 @@ import dataclasses
 import functools
 import inspect
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, Never, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Final, Never, NoReturn, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, RootModel, TypeAdapter, ValidationError
 from typing_extensions import TypeAliasType
@@ -165,8 +165,8 @@ def _build(annotation: Any) -> TypeAdapter[Any]:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return TypeAdapter(annotation)
         # The alias lets our config reach dataclasses and typed dicts, to which it can not be given directly.
-        alias: Any = TypeAliasType("value", annotation)
-        return TypeAdapter(alias, config=_CONFIG)
+        make_alias: Any = TypeAliasType  # a checker wants an alias at the top of a module, of a type that it can see
+        return TypeAdapter(make_alias("value", annotation), config=_CONFIG)
     except Exception as error:  # the building of a schema runs code of the user's classes
         raise RegistrationError(
             f"{_name(annotation)} can not be stored: {_one_line(error)}",
@@ -177,34 +177,37 @@ def _build(annotation: Any) -> TypeAdapter[Any]:
 def _kinds(schema: Any) -> Iterable[str]:
     """The kinds of the parts of a core schema; a container that says nothing of its items counts as "any"."""
     if isinstance(schema, dict):
-        kind = schema.get("type")
+        fields = cast("dict[str, object]", schema)
+        kind = fields.get("type")
         if isinstance(kind, str):
             yield kind
-            if kind in ("list", "set", "frozenset") and "items_schema" not in schema:
+            if kind in ("list", "set", "frozenset") and "items_schema" not in fields:
                 yield "any"
-            if kind == "dict" and not {"keys_schema", "values_schema"} <= schema.keys():
+            if kind == "dict" and not {"keys_schema", "values_schema"} <= fields.keys():
                 yield "any"
-        for key, part in schema.items():
+        for key, part in fields.items():
             if key not in ("metadata", "default", "serialization"):
                 yield from _kinds(part)
     elif isinstance(schema, (list, tuple)):
-        for part in schema:
+        for part in cast("Iterable[object]", schema):
             yield from _kinds(part)
 
 
 def _sort_sets(value: Any, dumped: Any) -> None:
     """Sort, in place, what came of sets: a set is dumped as it is iterated, so value and dump can be walked together."""
+    anything: object = dumped
+    kind = type(anything)
     if isinstance(value, RootModel):
-        _sort_sets(value.root, dumped)
-    elif type(dumped) is list and isinstance(value, Iterable):
-        for item, piece in zip(value, dumped, strict=False):
+        _sort_sets(cast("RootModel[object]", value).root, dumped)
+    elif kind is list and isinstance(value, Iterable):
+        for item, piece in zip(cast("Iterable[object]", value), dumped, strict=False):
             _sort_sets(item, piece)
         if isinstance(value, (set, frozenset)):
             dumped.sort(key=plain.write)
-    elif type(dumped) is dict and isinstance(value, Mapping):
-        for item, piece in zip(value.values(), dumped.values(), strict=False):
+    elif kind is dict and isinstance(value, Mapping):
+        for item, piece in zip(cast("Mapping[object, object]", value).values(), dumped.values(), strict=False):
             _sort_sets(item, piece)
-    elif type(dumped) is dict:
+    elif kind is dict:
         for name, piece in dumped.items():
             _sort_sets(getattr(value, name, None), piece)
 
@@ -220,7 +223,7 @@ def _equal(before: Any, after: Any) -> bool:
         return False
 
 
-def _compare(before: Any, after: Any, path: str) -> None:
+def _compare(before: object, after: object, path: str) -> None:
     """Refuse a value that came back as another one. A class without `==` of its own is only asked for its type; private
     attributes of models are not part of the value."""
     kind = type(before)
@@ -239,16 +242,19 @@ def _compare(before: Any, after: Any, path: str) -> None:
 
 def _compare_parts(before: Any, after: Any, path: str) -> None:
     if isinstance(before, Mapping):
-        for (key, item), (key_after, item_after) in zip(before.items(), _aligned(before, after), strict=True):
+        mapping = cast("Mapping[object, object]", before)
+        for (key, item), (key_after, item_after) in zip(mapping.items(), _aligned(mapping, after), strict=True):
             _compare(key, key_after, path)
             _compare(item, item_after, plain.path_of(path, [str(key)]))
     elif isinstance(before, (list, tuple, deque)):
-        if len(before) != len(after):
-            raise SerializationError(f"{len(before)} items would come back as {len(after)}", path=path)
-        for index, (item, item_after) in enumerate(zip(before, after, strict=True)):
+        sequence = cast("Sequence[object]", before)
+        if len(sequence) != len(after):
+            raise SerializationError(f"{len(sequence)} items would come back as {len(after)}", path=path)
+        for index, (item, item_after) in enumerate(zip(sequence, after, strict=True)):
             _compare(item, item_after, f"{path}[{index}]")
     elif isinstance(before, (set, frozenset)):
-        if {(type(item), item) for item in before} != {(type(item), item) for item in after}:
+        members = cast("Iterable[object]", before)
+        if {(type(item), item) for item in members} != {(type(item), item) for item in after}:
             raise SerializationError("its items would come back as others", path=path)
     elif dataclasses.is_dataclass(before) or isinstance(before, BaseModel):
         fields = dataclasses.fields(before) if dataclasses.is_dataclass(before) else ()
@@ -276,9 +282,11 @@ def _blame(value: Any, path: str, depth: int = 0) -> str:
         return path
     parts: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
-        parts = [(plain.path_of(path, [str(key)]), item) for key, item in value.items()]
+        mapping = cast("Mapping[object, object]", value)
+        parts = [(plain.path_of(path, [str(key)]), item) for key, item in mapping.items()]
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        parts = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        members = cast("Iterable[object]", value)
+        parts = [(f"{path}[{index}]", item) for index, item in enumerate(members)]
     elif isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         parts = [(f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
     for place, item in parts:
