@@ -14,7 +14,7 @@ import logging
 import uuid as uuids
 from collections.abc import Mapping, MutableMapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 from . import steps
@@ -172,7 +172,7 @@ class Facts:
     def _publish(self, call: Pending, name: str, value: Any) -> str:
         """Make a call the record of a value; the answer is its name in the history."""
         checked_name(name, "published value")
-        annotation = UNTYPED if value is None or isinstance(value, _PLAIN) else type(value)
+        annotation: Any = UNTYPED if value is None or isinstance(value, _PLAIN) else cast("type[object]", type(value))
         text = self._host.codec.encode(value, annotation)
         self._bare(call, RecordKind.PUBLISH, value_envelope(f'{{"name":{plain.write(name)},"value":{text}}}'))
         call.digest = digest(text)

@@ -136,7 +136,7 @@ class Names:
     """How the tables are called: a schema (PostgreSQL) and a new name for any table (`{"durable_run": "jobs_run"}`)."""
 
     schema: str | None = None
-    tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tables: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class NewRun:
     version: str | None = None
     fingerprint: str | None = None
     keep: Micros | None = None
-    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     parent_run_id: str | None = None
     parent_step_id: str | None = None
     detached: bool = False
@@ -280,7 +280,7 @@ class RunQuery:
     schedule_id: str | None = None
     since: Instant | None = None
     until: Instant | None = None
-    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     limit: int = 50
     cursor: str | None = None
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import UUID
 
 from .errors import ConfigurationError, Conflict, SchemaMismatch
@@ -95,18 +95,18 @@ def cursor_values(cursor: str) -> tuple[Instant, str]:
         found = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
     except (binascii.Error, ValueError):
         found = None
+    parts: Sequence[Any] = cast("Sequence[Any]", found) if isinstance(found, list) else []
     if (
-        not isinstance(found, list)
-        or len(found) != 2
-        or type(found[0]) is not int
-        or not isinstance(found[1], str)
-        or not -(2**63) <= found[0] < 2**63
+        len(parts) != 2
+        or type(parts[0]) is not int
+        or not isinstance(parts[1], str)
+        or not -(2**63) <= parts[0] < 2**63
     ):
         raise Conflict(
             "the cursor is not one that a listing gave",
             hint="pass back the cursor of the page before, or None for the first page",
         )
-    return found[0], found[1]
+    return parts[0], parts[1]
 
 
 # -- table names --------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _refuse(con: sqlite3.Connection, run: RunRecord) -> None:
 def _failed(con: sqlite3.Connection, run: RunRecord) -> set[int]:
     """The positions that its end blames: those that the error carries, and the record of the cancel or time-out itself."""
     (text,) = con.execute(POSITIONS, (run.run_id,)).fetchone()
-    positions = set(json.loads(text)) if text else set()
+    positions: set[int] = set(json.loads(text)) if text else set()
     ends = {Status.CANCELLED: RecordKind.CANCEL, Status.TIMED_OUT: RecordKind.TIMEOUT}
     if run.status in ends:
         positions |= {position for (position,) in con.execute(RECORDED_ENDS, (run.run_id, ends[run.status]))}

@@ -28,7 +28,7 @@ PROBE = "UPDATE durable_schema_version SET applied_at = applied_at WHERE version
 @functools.cache
 def migrations() -> Sequence[Migration]:
     """The migrations of this installation, in order."""
-    folder = importlib.resources.files(__package__).joinpath("migrations")
+    folder = importlib.resources.files(__package__ or "").joinpath("migrations")
     return migrations_of((entry.name, entry.read_text(encoding="utf-8")) for entry in folder.iterdir())
 
 
@@ -157,7 +157,8 @@ def _laid_out(statement: str) -> str:
     if not statement.startswith("CREATE TABLE"):
         return statement
     opening, _, rest = statement.partition("(")
-    body, lines, depth, start = rest[:-1].strip(), [], 0, 0
+    body, depth, start = rest[:-1].strip(), 0, 0
+    lines: list[str] = []
     for place, letter in enumerate(body):
         depth += (letter == "(") - (letter == ")")
         if letter == "," and depth == 0:

@@ -10,7 +10,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 from durable.errors import NotFound
 from durable.model import ALL, TERMINAL, Explanation, Instant, QueueStats, RunRecord, Scope, Status, WorkerRecord
@@ -51,7 +51,7 @@ class _Depth:
     blocked: int = 0
     running: int = 0
     oldest_ready_at: Instant | None = None
-    failed_by_kind: dict[str, int] = dataclasses.field(default_factory=dict)
+    failed_by_kind: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     def add(self, status: str, delayed: bool, blocked: bool, kind: str | None, count: int, oldest: Instant) -> None:
         if status == Status.RUNNING:
@@ -273,7 +273,9 @@ def _plainly(waiting_for: str | None) -> str:
         return waiting_for or "something"
     if isinstance(found, dict):
         parts = [
-            f"{what} {', '.join(map(str, one)) if isinstance(one, list) else one}" for what, one in found.items() if one
+            f"{what} {', '.join(map(str, cast('list[object]', one))) if isinstance(one, list) else one}"
+            for what, one in cast("dict[str, object]", found).items()
+            if one
         ]
         return "; ".join(parts) or "something"
     return "something" if found is None else str(found)

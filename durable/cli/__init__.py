@@ -48,7 +48,8 @@ def exit_code(error: DurableError) -> int:
             return USAGE
         case StoreError():
             return NO_STORE
-    return ANSWER_IS_NO
+        case _:
+            return ANSWER_IS_NO
 
 
 def main() -> None:

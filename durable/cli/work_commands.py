@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json as jsonlib
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import typer
 
@@ -86,6 +86,10 @@ def _argument(text: str) -> Any:
         return text
 
 
+def _is_function(one: object) -> TypeGuard[durable.Function[..., Any]]:
+    return isinstance(one, durable.Function)
+
+
 def start(
     function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The durable function.")],
     arguments: Annotated[
@@ -103,7 +107,7 @@ def start(
 ) -> None:
     """Start a run and print it."""
     found = load(function)
-    if not isinstance(found, durable.Function):
+    if not _is_function(found):
         raise durable.ConfigurationError(
             f"{function} is not a durable function", hint="declare it with @durable.function"
         )
