@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar, cast
 
 import psycopg
 from psycopg import AsyncRawCursor, RawCursor, pq
@@ -21,6 +21,9 @@ from durable.errors import Conflict, Misuse
 from .adapting import teach
 from .connection import TRIES, Database, Make
 from .operation import Again, Answer, Ask, Row, Work
+
+if TYPE_CHECKING:
+    from psycopg.abc import QueryNoTemplate
 
 T = TypeVar("T")
 
@@ -127,14 +130,14 @@ def _work(database: Database, rows: Sequence[Row], _: int) -> Work:
 async def _ask(database: Database, con: psycopg.AsyncConnection[Any], ask: Ask) -> Answer:
     cursor: AsyncRawCursor[Row] = AsyncRawCursor(con, row_factory=tuple_row)
     teach(cursor)
-    await cursor.execute(database.naming(ask.text), ask.parameters or None, binary=True)
+    await cursor.execute(cast("QueryNoTemplate", database.naming(ask.text)), ask.parameters or None, binary=True)
     return Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
 
 
 def _ask_blocking(database: Database, con: psycopg.Connection[Any], ask: Ask) -> Answer:
     cursor: RawCursor[Row] = RawCursor(con, row_factory=tuple_row)
     teach(cursor)
-    cursor.execute(database.naming(ask.text), ask.parameters or None, binary=True)
+    cursor.execute(cast("QueryNoTemplate", database.naming(ask.text)), ask.parameters or None, binary=True)
     return Answer(cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
 
 
@@ -142,15 +145,19 @@ def _ask_blocking(database: Database, con: psycopg.Connection[Any], ask: Ask) ->
 
 
 async def _connection_of(tx: object) -> psycopg.AsyncConnection[Any] | psycopg.Connection[Any]:
-    if isinstance(tx, (psycopg.AsyncConnection, psycopg.Connection)):
+    if _is_connection(tx):
         return tx
     kind = next((one.__name__ for one in type(tx).__mro__ if one.__module__.startswith("sqlalchemy.")), None)
     if kind is None:
         raise Misuse(f"tx is a {type(tx).__name__}", hint=_TAKEN)
     found = await _beneath(tx)
-    if not isinstance(found, (psycopg.AsyncConnection, psycopg.Connection)):
+    if not _is_connection(found):
         raise Misuse(f"tx is a {type(tx).__name__} over {type(found).__module__}", hint=_TAKEN)
     return found
+
+
+def _is_connection(one: object) -> TypeGuard[psycopg.AsyncConnection[Any] | psycopg.Connection[Any]]:
+    return isinstance(one, (psycopg.AsyncConnection, psycopg.Connection))
 
 
 async def _beneath(tx: Any) -> object:

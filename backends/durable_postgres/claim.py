@@ -122,10 +122,10 @@ def thorough(work: Work, request: ClaimRequest) -> Operation[Taken]:
     closed = yield from flow.paused(request.scope)
     open_queues = {queue: most for queue, most in request.queues.items() if most > 0 and f"queue:{queue}" not in closed}
     if request.alone:
-        chosen = yield from _alone(work, request, open_queues)
-        if chosen:
-            return Taken((yield from _take(request, chosen)))
-    chosen = []
+        alone = yield from _alone(work, request, open_queues)
+        if alone:
+            return Taken((yield from _take(request, alone)))
+    chosen: list[str] = []
     for queue, most in open_queues.items():
         left = min(most, request.limit - len(chosen))
         if left > 0:

@@ -14,9 +14,9 @@ import logging
 import os
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import psycopg
 from psycopg import AsyncRawCursor, pq
@@ -34,6 +34,9 @@ from .lending import Lendable
 from .names import Naming
 from .opening import Address
 from .operation import Again, Answer, Ask, Operation, Row, Work
+
+if TYPE_CHECKING:
+    from psycopg.abc import QueryNoTemplate
 
 T = TypeVar("T")
 Make = Callable[[Work], Operation[T]]
@@ -327,11 +330,11 @@ class Database:
 
     async def _send(self, con: psycopg.AsyncConnection[Row], ask: Ask) -> AsyncRawCursor[Row]:
         cursor: AsyncRawCursor[Row] = AsyncRawCursor(con, row_factory=tuple_row)
-        await cursor.execute(self.naming(ask.text), ask.parameters or None, binary=True)
+        await cursor.execute(cast("QueryNoTemplate", self.naming(ask.text)), ask.parameters or None, binary=True)
         return cursor
 
     @asynccontextmanager
-    async def direct(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
+    async def direct(self) -> AsyncGenerator[psycopg.AsyncConnection[Row], None]:
         """A connection of its own past any pooler, in autocommit; closed at the end."""
         with faults.mapped():
             con = await psycopg.AsyncConnection.connect(self.address.direct, autocommit=True, row_factory=tuple_row)

@@ -41,7 +41,7 @@ class Contact:
     """Why this store may not claim, where others may use it."""
     made: bool = False
     locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = dataclasses.field(
-        default_factory=weakref.WeakKeyDictionary
+        default_factory=weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
     )
 
     async def first(self) -> None:

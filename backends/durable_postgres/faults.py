@@ -7,7 +7,7 @@ errors pass through untouched (semantics 41). The driver's error is chained as t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Final
 
 import psycopg
@@ -66,7 +66,7 @@ def lost(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def mapped() -> Iterator[None]:
+def mapped() -> Generator[None, None, None]:
     """What the driver raises comes out as ours; ours come out as they are."""
     try:
         yield

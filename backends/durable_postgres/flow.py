@@ -139,7 +139,7 @@ class _Rule:
     tokens: int | None
     """In parts of a token, of which `rate_period` make one: whole numbers, so that no start is lost to rounding."""
     at: Instant | None
-    taken: Counter[str] = field(default_factory=Counter)
+    taken: Counter[str] = field(default_factory=Counter[str])
     """Permits by scope text."""
 
     @property

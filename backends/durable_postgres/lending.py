@@ -83,7 +83,8 @@ class LentCursor(AsyncCursor[Row]):
         found = ENDING.match(text)
         if found is not None:
             raise refuse(found.group(1).upper())
-        return await super().execute(query, *arguments, **options)
+        execute: Any = super().execute
+        return await execute(query, *arguments, **options)
 
 
 __all__ = ["Lendable", "refuse"]

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import importlib.resources
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -95,7 +95,7 @@ class Found:
 @functools.cache
 def migrations() -> Sequence[Migration]:
     """The migrations of this installation, in order."""
-    folder = importlib.resources.files(__package__).joinpath("migrations")
+    folder = importlib.resources.files(__package__ or "").joinpath("migrations")
     found = migrations_of((entry.name, entry.read_text(encoding="utf-8")) for entry in folder.iterdir())
     for migration in found:
         transactional(migration)
@@ -139,7 +139,8 @@ def _wanted() -> Wanted:
 
 def _parts(body: str) -> list[str]:
     """The parts of a list at its commas, but not inside brackets."""
-    parts, depth, start = [], 0, 0
+    parts: list[str] = []
+    depth = start = 0
     for place, letter in enumerate(body):
         depth += (letter == "(") - (letter == ")")
         if letter == "," and depth == 0:
@@ -206,7 +207,7 @@ async def migrate(database: Database, todo: Sequence[Migration] | None = None) -
 
 
 @asynccontextmanager
-async def _alone(database: Database, guard: psycopg.AsyncConnection[Row]) -> AsyncIterator[None]:
+async def _alone(database: Database, guard: psycopg.AsyncConnection[Row]) -> AsyncGenerator[None, None]:
     loop = asyncio.get_running_loop()
     until = loop.time() + LOCK_PATIENCE
     while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final
 
 from psycopg import pq
@@ -48,7 +48,7 @@ async def exactly_once(database: Database, lease: Lease, work: UserWork, timeout
 
 
 @contextlib.asynccontextmanager
-async def _connection(database: Database) -> AsyncIterator[Lendable]:
+async def _connection(database: Database) -> AsyncGenerator[Lendable, None]:
     """A connection of the pool, whose transaction is over at the end, whatever happened to it."""
     with faults.mapped():
         pool = await database.pools.of_this_loop()

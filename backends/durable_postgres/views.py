@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Final, cast
 
 from durable.errors import NotFound
 from durable.model import (
@@ -62,7 +62,7 @@ class _Depth:
     blocked: int = 0
     running: int = 0
     oldest_ready_at: Instant | None = None
-    failed_by_kind: dict[str, int] = dataclasses.field(default_factory=dict)
+    failed_by_kind: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     def add(self, status: str, delayed: bool, blocked: bool, kind: str | None, count: int, oldest: Instant) -> None:
         if status == Status.RUNNING:
@@ -281,7 +281,9 @@ def _plainly(waiting_for: str | None) -> str:
         return waiting_for or "something"
     if isinstance(found, dict):
         parts = [
-            f"{what} {', '.join(map(str, one)) if isinstance(one, list) else one}" for what, one in found.items() if one
+            f"{what} {', '.join(map(str, cast('list[object]', one))) if isinstance(one, list) else one}"
+            for what, one in cast("dict[str, object]", found).items()
+            if one
         ]
         return "; ".join(parts) or "something"
     return "something" if found is None else str(found)

@@ -15,8 +15,8 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -245,8 +245,9 @@ class _Listener:
             self._con.pgconn.finish()
 
 
-async def _on(loop: asyncio.AbstractEventLoop, here: asyncio.AbstractEventLoop, close: object) -> None:
-    assert callable(close)
+async def _on(
+    loop: asyncio.AbstractEventLoop, here: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
     if loop is here:
         await close()
     elif loop.is_running():
