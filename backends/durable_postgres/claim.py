@@ -8,6 +8,7 @@ are read by `histories` after the claim has committed (3). Heads that another cl
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Lease,
 
 from . import flow, landing, locks
 from .adapting import Span
-from .operation import Operation, Row, Work, first, rows
+from .operation import Ask, Operation, Row, Work, first, rows, together
 from .rows import READY, ROUTE, RUN_COLUMNS, STEP_COLUMNS, STEP_ORDER, run_record, step_record
 
 ROUNDS: Final = 8
@@ -81,6 +82,7 @@ UPDATE durable_run AS r SET {_TAKEN} WHERE r.run_id = ANY ($1::text[]) RETURNING
 HELD: Final = f"""
 SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE r.lease_owner = $1 AND r.status = 'running' ORDER BY r.priority DESC, r.submitted
 """
+ONE_AT_A_TIME: Final = "SELECT pg_advisory_xact_lock($1, $2)"
 HISTORIES: Final = f"""
 SELECT {STEP_COLUMNS}, s.run_id FROM durable_step AS s WHERE s.run_id = ANY ($1::text[]) ORDER BY s.run_id, {STEP_ORDER}
 """
@@ -102,11 +104,17 @@ def quick(work: Work, request: ClaimRequest) -> Operation[Taken]:
     queues = {queue: place for place, (queue, most) in enumerate(request.queues.items()) if most > 0}
     rooms = [min(request.queues[queue], request.limit) for queue in queues]
     fence = (request.mark, Span(request.lease), request.family)
-    found = yield from rows(QUICK[whose], _routes(request), list(queues), rooms, *fence, request.limit, *tenant)
+    values = (_routes(request), list(queues), rooms, *fence, request.limit, *tenant)
+    _, found = yield from together(_one_at_a_time(work, request.mark), Ask(QUICK[whose], values))
     ruled, held, unclean = found[0][:3]
     taken = [run_record(row[3:]) for row in found if row[3] is not None]
     taken.sort(key=lambda run: (queues[run.queue], -run.priority, run.submitted))
     return Taken(taken, again=held, ruled=ruled, ending=unclean)
+
+
+def _one_at_a_time(work: Work, mark: str) -> Ask:
+    """A claim that is asked again while the first one is still under way waits for it, and then finds what it holds (8)."""
+    return Ask(ONE_AT_A_TIME, (work.lock_class, zlib.crc32(mark.encode()) - (1 << 31)))
 
 
 def held(work: Work, mark: str) -> Operation[list[RunRecord]]:
@@ -116,6 +124,7 @@ def held(work: Work, mark: str) -> Operation[list[RunRecord]]:
 
 def thorough(work: Work, request: ClaimRequest) -> Operation[Taken]:
     """Take up to so many of each queue, land what ends here, and hold back what has no permit."""
+    yield from together(_one_at_a_time(work, request.mark))
     already = yield from held(work, request.mark)
     if already:
         return Taken(already, again=True)

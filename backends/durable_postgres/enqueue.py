@@ -143,9 +143,9 @@ class _Batch:
         keys = [stored_key(run.tenant, run.idempotency_key) for run in self.runs if run.idempotency_key is not None]
         keys += [_join_key(run) for run in self.runs if run.coalesce_key is not None]
         wanted = self.ids | {run.parent_run_id for run in self.runs if run.parent_run_id is not None}
-        asks = [Ask(NUMBERS, (self.work.sequence, len(self.runs))), Ask(BY_ID, (sorted(wanted),))]
+        asks = [Ask(BY_ID, (sorted(wanted),)), Ask(NUMBERS, (self.work.sequence, len(self.runs)))]
         asks += [Ask(KEYS, (sorted(set(keys)),))] if keys else []
-        numbers, found, *stored = yield from together(*asks)
+        found, numbers, *stored = yield from together(*asks)
         self.numbers = iter([number for (number,) in numbers])
         self.known = {row[0]: run_record(row) for row in found}
         self.keys = dict(stored[0]) if stored else {}
@@ -170,7 +170,12 @@ class _Batch:
             self.before = {row[0]: row for row in (next(answers) if before else ())}
             self.known.update({row[0]: run_record(row) for row in (next(answers) if holders else ())})
         lines = {stored_key(run.tenant, run.sequence_key) for run in self.runs if run.sequence_key is not None}
-        self.occupied = yield from flow.occupied(self.work, lines)
+        if (
+            lines
+        ):  # who is later in a line has a higher number: those drawn before the line was ours may be older than that
+            self.occupied = yield from flow.occupied(self.work, lines)
+            numbers = yield from rows(NUMBERS, self.work.sequence, len(self.runs))
+            self.numbers = iter([number for (number,) in numbers])
 
     # -- one run -----------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from .operation import Again, Ask, Operation, Row, Work, first, together
 from .rows import RUN_COLUMNS, run_record, stored_key
 
 RUN: Final = f"SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE r.run_id = $1"
+ORIGIN: Final = f"{RUN} FOR KEY SHARE"
+"""A purge of the run that is forked waits, or has taken all of it."""
 JOURNAL: Final = "SELECT s.step_id, s.kind, s.position, s.signal_seq, s.seen FROM durable_step AS s WHERE s.run_id = $1 ORDER BY s.position"
 # Fresh keys, no parent, no schedule, no signals: a run of its own, with the seed and the start of the old one, so that what is
 # replayed reads the same. `attempts = 1`, since a fresh run reads no journal. Signals to come count on from those that are taken.
@@ -41,7 +43,7 @@ ON CONFLICT DO NOTHING
 def fork(work: Work, run_id: str, scope: Scope, new_run_id: str, from_step: int | str) -> Operation[RunRecord]:
     """The new run. Repeated with the same `new_run_id`: the run that is there."""
     origins, others, journal = yield from together(
-        Ask(RUN, (run_id,)), Ask(RUN, (new_run_id,)), Ask(JOURNAL, (run_id,))
+        Ask(ORIGIN, (run_id,)), Ask(RUN, (new_run_id,)), Ask(JOURNAL, (run_id,))
     )
     origin = run_record(origins[0]) if origins else None
     made = run_record(others[0]) if others else None

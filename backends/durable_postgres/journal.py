@@ -17,14 +17,14 @@ from durable.model import Appended, Lease, NewRecord, RecordKind, Scope, StepRec
 from . import enqueue
 from .adapting import At, at
 from .operation import Ask, Operation, Row, Work, count, first, rows, together
-from .rows import STEP_COLUMNS, STEP_ORDER, of_scope, step_record
+from .rows import RUNNING, STEP_COLUMNS, STEP_ORDER, of_scope, step_record
 
 _APPEND: Final = """
 WITH held AS MATERIALIZED (
     SELECT r.run_id, r.tenant_id, r.attempts, r.lease_owner, r.mismatch_since IS NOT NULL AS mismatch FROM durable_run AS r
     JOIN unnest($1::text[], $2::integer[], $3::text[]) AS f (run_id, attempts, mark)
         ON f.run_id = r.run_id AND f.attempts = r.attempts AND f.mark = r.lease_owner
-    WHERE r.status = 'running' ORDER BY r.run_id FOR {strength} OF r),
+    WHERE {running} ORDER BY r.run_id FOR {strength} OF r),
 added AS (
     INSERT INTO durable_step (run_id, tenant_id, step_id, kind, position, seen, digest, fence, created_at, started_at, signal_seq, result)
     SELECT h.run_id, h.tenant_id, n.step_id, n.kind, n.position, n.seen, n.digest, h.attempts, greatest(now(), n.floor), n.started_at,
@@ -36,11 +36,10 @@ added AS (
     ON CONFLICT DO NOTHING RETURNING run_id, step_id, created_at)
 SELECT a.run_id, a.step_id, a.created_at, h.mismatch FROM added AS a JOIN held AS h ON h.run_id = a.run_id
 """
-APPEND: Final = _APPEND.format(strength="SHARE")
-APPEND_AND_CHANGE: Final = _APPEND.format(strength="NO KEY UPDATE")
-STANDING: Final = """
-SELECT r.run_id, r.attempts, r.lease_owner FROM durable_run AS r
-WHERE r.run_id = ANY ($1::text[]) AND r.status = 'running'
+APPEND: Final = _APPEND.format(running=RUNNING, strength="SHARE")
+APPEND_AND_CHANGE: Final = _APPEND.format(running=RUNNING, strength="NO KEY UPDATE")
+STANDING: Final = f"""
+SELECT r.run_id, r.attempts, r.lease_owner FROM durable_run AS r WHERE r.run_id = ANY ($1::text[]) AND {RUNNING}
 """
 STORED: Final = f"""
 SELECT s.run_id, {STEP_COLUMNS} FROM durable_step AS s JOIN unnest($1::text[], $2::text[]) AS w (run_id, step_id)

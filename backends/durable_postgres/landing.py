@@ -17,7 +17,7 @@ from durable.model import ErrorKind, Failure, Instant, Json, Status
 
 from . import flow, locks
 from .adapting import at, span
-from .operation import Operation, Work, count
+from .operation import Ask, Operation, Row, Work, count, together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ FROM unnest($1::text[], $2::text[], $3::jsonb[], $4::text[], $5::text[], $6::jso
     AS e (run_id, status, output, error, kind, detail, positions, keep, failures)
 WHERE r.run_id = e.run_id
 """
+EDGES: Final = """
+SELECT d.run_id, d.depends_on FROM durable_dependency AS d WHERE d.depends_on = ANY ($1::text[]) ORDER BY d.run_id, d.position
+"""
+PERMITS: Final = "SELECT DISTINCT p.run_id FROM durable_permit AS p WHERE p.run_id = ANY ($1::text[])"
 CHANGE: Final = """
 UPDATE durable_run AS r SET status = e.status, wake_seq = e.wake_seq, wake_after = e.wake_after, available_at = e.available_at,
     waiting_for = CASE WHEN e.status = 'suspended' THEN r.waiting_for END, updated_at = now()
@@ -74,25 +78,28 @@ def land(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operati
     landed: list[Ending] = []
     queues: set[str] = set()
     turns: set[str] = set()
+    permits: set[str] = set()
     wave: Sequence[Ending] = endings
     while wave:
         found = [ending for ending in _once_each(wave) if ending.run_id in locked and locked[ending.run_id].live]
+        if not found:
+            break
         for ending in found:
             standing = locked[ending.run_id]
             # A run that waited for its turn itself leaves the line without anybody's turn coming.
             if standing.sequence_key is not None and standing.blocked_on != flow.SEQUENCE:
                 turns.add(standing.sequence_key)
-        yield from _write(work, locked, found)
+        edges, held = yield from _write(work, locked, found)
         landed += found
-        wave = yield from _dependents(work, locked, found, queues)
-        if wave:  # a node that lands has nodes behind it and a parent of its own
+        permits |= held
+        wave = (yield from _dependents(work, locked, found, edges, queues)) if edges else ()
+        if wave:  # a node that lands has a parent of its own, and nodes behind it
             locked.update((yield from locks.family(ending.run_id for ending in wave)))
     if not landed:
         return
     yield from _wake_parents(work, locked, landed, queues)
-    with_permits = [ending.run_id for ending in landed if locked[ending.run_id].has_permits]
-    if with_permits:
-        yield from flow.release(work, with_permits)
+    if permits:
+        yield from flow.release(work, permits)
     if turns:
         yield from flow.next_in_sequence(work, turns)
     yield from _count_schedules(locked, landed)
@@ -106,9 +113,9 @@ def _once_each(endings: Iterable[Ending]) -> list[Ending]:
     return list({ending.run_id: ending for ending in reversed(list(endings))}.values())[::-1]
 
 
-def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[None]:
-    if not endings:
-        return
+def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[tuple[list[Row], set[str]]]:
+    """Write terminal states. In the same round trip, and after the lock: (node, run) for every node behind one of them, and those
+    that hold permits."""
     columns: list[tuple[Any, ...]] = []
     for ending in endings:
         standing = locked[ending.run_id]
@@ -118,44 +125,47 @@ def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Opera
             positions = json.dumps(failure.positions) if failure.positions else None
             what = (failure.message, str(failure.kind), failure.detail, positions)
         keep = work.settings.keep if standing.keep is None else standing.keep
-        columns.append(
-            (
-                ending.run_id,
-                str(ending.status),
-                ending.output if completed else None,
-                *what,
-                span(keep),
-                ending.failures,
-            )
-        )
+        output = ending.output if completed else None
+        columns.append((ending.run_id, str(ending.status), output, *what, span(keep), ending.failures))
         standing.status, standing.wake_after, standing.available_at = str(ending.status), 0, None
-    yield from count(LAND, *map(list, zip(*columns, strict=True)))
+    ids = [ending.run_id for ending in endings]
+    written = Ask(LAND, tuple(map(list, zip(*columns, strict=True))))
+    _, edges, permits = yield from together(written, Ask(EDGES, (ids,)), Ask(PERMITS, (ids,)))
+    return edges, {run_id for (run_id,) in permits}
 
 
 def _dependents(
-    work: Work, locked: locks.Locked, landed: Sequence[Ending], queues: set[str]
+    work: Work, locked: locks.Locked, landed: Sequence[Ending], edges: Sequence[Row], queues: set[str]
 ) -> Operation[list[Ending]]:
     """Count down the nodes behind completed runs and release those at 0; the answer: the nodes that land `upstream` (77)."""
+    missing = {node for node, _ in edges} - locked.keys()
+    if missing:  # stored while we waited for a lock, or behind a node that lands with the one before it
+        locked.update((yield from locks.family(missing)))
     completed = {ending.run_id: ending.status is Status.COMPLETED for ending in landed}
-    changed: list[locks.Standing] = []
+    counted: Counter[str] = Counter()
     lost: dict[str, Ending] = {}
-    for node in locked.values():
-        if node.status != Status.SUSPENDED or node.attempts != 0 or not node.waits_for:
+    for node_id, before in edges:
+        node = locked.get(node_id)
+        if node is None or node.status != Status.SUSPENDED or node.attempts != 0:
             continue
-        before = [run_id for run_id in node.waits_for if run_id in completed]
-        bad = next((run_id for run_id in before if not completed[run_id]), None)
-        if bad is not None:
-            failure = Failure(message=f"{UPSTREAM}: {bad}", kind=ErrorKind.UPSTREAM)
-            lost[node.run_id] = Ending(node.run_id, Status.CANCELLED, failure=failure)
-        elif before:
-            node.wake_after = max(node.wake_after - len(before), 0)
-            if node.wake_after == 0:
-                node.status = Status.PENDING
-                if node.available_at is not None and node.available_at <= work.now:
-                    node.available_at = None
-                if node.blocked_on is None and node.available_at is None:
-                    queues.add(node.queue)
-            changed.append(node)
+        if completed[before]:
+            counted[node_id] += 1
+        else:
+            failure = Failure(message=f"{UPSTREAM}: {before}", kind=ErrorKind.UPSTREAM)
+            lost.setdefault(node_id, Ending(node_id, Status.CANCELLED, failure=failure))
+    changed: list[locks.Standing] = []
+    for node_id, number in counted.items():
+        if node_id in lost:
+            continue
+        node = locked[node_id]
+        node.wake_after = max(node.wake_after - number, 0)
+        if node.wake_after == 0:
+            node.status = Status.PENDING
+            if node.available_at is not None and node.available_at <= work.now:
+                node.available_at = None
+            if node.blocked_on is None and node.available_at is None:
+                queues.add(node.queue)
+        changed.append(node)
     yield from _change(changed)
     return list(lost.values())
 

@@ -2,14 +2,15 @@
 
 Every write of several runs begins here: `settle`, `cancel`, `mailbox`, the landing for what it drags in, `retry`. With a run come its
 parent and the nodes behind it in a graph, since a landing changes them. Whoever only takes what is free (claim, sweep, promote, purge)
-skips what is locked instead. Sequence keys, which are no rows, are locked by number. Nothing here changes a row.
+skips what is locked instead. Sequence keys, which are no rows, are locked by number. What other tables say of a locked run is asked in a
+later statement: the one that waits for a lock sees them as they were before. Nothing here changes a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 from uuid import UUID
 
@@ -26,10 +27,7 @@ WITH wanted AS MATERIALIZED (
 )
 SELECT r.run_id, r.status, r.attempts, r.lease_owner, r.cancel_requested_at, r.cancel_refused_at, r.wake_seq, r.deadline_at, r.queue,
     r.keep, r.sequence_key, r.blocked_on, r.parent_run_id, r.schedule_id, r.wake_after, r.wake_delay, r.wake_on_failure, r.available_at,
-    r.tenant_id,
-    EXISTS (SELECT 1 FROM durable_permit AS p WHERE p.run_id = r.run_id),
-    CASE WHEN r.status = 'suspended' AND r.attempts = 0 THEN ARRAY(
-        SELECT d.depends_on FROM durable_dependency AS d WHERE d.run_id = r.run_id AND d.depends_on = ANY ($1::text[])) END
+    r.tenant_id
 FROM durable_run AS r WHERE r.run_id = ANY (ARRAY(SELECT w.run_id FROM wanted AS w)) ORDER BY r.run_id FOR NO KEY UPDATE OF r
 """
 ALONE: Final = """
@@ -63,9 +61,6 @@ class Standing:
     wake_on_failure: bool
     available_at: Instant | None
     tenant_id: UUID | None
-    has_permits: bool
-    waits_for: Sequence[str] | None
-    """Of an unreleased node of a graph: which of the runs that were asked for it depends on."""
 
     @property
     def live(self) -> bool:

@@ -12,6 +12,7 @@ from durable.model import TERMINAL, ChildEnd, Inbox, Lease, NewSignal, Scope, Si
 from durable.storekit import within
 
 from .operation import Ask, Operation, Row, Work, first, rows, together
+from .rows import RUNNING
 
 TARGET: Final = """
 SELECT r.status, r.tenant_id, r.queue, s.seq FROM durable_run AS r
@@ -33,9 +34,9 @@ INSERT INTO durable_signal (run_id, name, seq, dedup_id, tenant_id, created_at, 
 SELECT b.run_id, $2, b.wake_seq, $3, b.tenant_id, now(), $4::jsonb FROM bumped AS b RETURNING seq
 """
 # The counter is read in the first statement: what a later one shows beyond it wakes the run again (31).
-HELD: Final = """
+HELD: Final = f"""
 SELECT r.run_id, r.attempts, r.lease_owner, r.wake_seq, r.cancel_requested_at IS NOT NULL AND r.cancel_refused_at IS NULL
-FROM durable_run AS r WHERE r.run_id = ANY ($1::text[]) AND r.status = 'running'
+FROM durable_run AS r WHERE r.run_id = ANY ($1::text[]) AND {RUNNING}
 """
 UNTAKEN: Final = """
 SELECT g.run_id, g.name, g.seq, g.payload, g.created_at FROM durable_signal AS g WHERE g.run_id = ANY ($1::text[])

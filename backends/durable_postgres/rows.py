@@ -34,6 +34,8 @@ STEP_ORDER: Final = "s.position NULLS LAST, s.created_at, s.step_id"
 LIVE: Final = "('pending', 'running', 'suspended')"
 ROUTE: Final = "(r.name || '/' || coalesce(r.version, '') || '@' || coalesce(r.replay_family, ''))"
 """Name, version and replay family in one, as the ready index has them."""
+RUNNING: Final = "coalesce(r.status, '') = 'running'"
+"""For runs that are looked up by their ids: not a condition by which the server would read all running ones through an index."""
 READY: Final = "r.status = 'pending' AND r.available_at IS NULL AND r.blocked_on IS NULL"
 IN_SCOPE: Final = "($1 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid)"
 """Everybody's rows, or one tenant's, or the untagged: with the two parameters of `of_scope` first."""
@@ -71,6 +73,7 @@ __all__ = [
     "LIVE",
     "READY",
     "ROUTE",
+    "RUNNING",
     "RUN_COLUMNS",
     "STEP_COLUMNS",
     "STEP_ORDER",

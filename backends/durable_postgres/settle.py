@@ -34,6 +34,7 @@ from . import flow, landing, locks, removal
 from .adapting import Span, at, span
 from .enqueue import effective_start
 from .operation import Operation, Work, count, rows
+from .rows import RUNNING
 
 # The family belongs to the records: without one, any interpreter may take the run.
 _FAMILY: Final = """
@@ -57,14 +58,14 @@ FROM unnest($1::text[], $2::timestamptz[], $3::jsonb[], $4::integer[], $5::inter
 WHERE r.run_id = e.run_id
 """
 # What was asked for and not renewed is compared with the row as it is committed: the fence stands and somebody holds the row, or not.
-RENEW: Final = """
+RENEW: Final = f"""
 WITH asked AS MATERIALIZED (
     SELECT * FROM unnest($1::text[], $2::integer[], $3::text[], $4::jsonb[]) WITH ORDINALITY
         AS f (run_id, attempts, mark, progress, place)),
 held AS MATERIALIZED (
     SELECT r.run_id, f.progress FROM durable_run AS r JOIN asked AS f
         ON f.run_id = r.run_id AND f.attempts = r.attempts AND f.mark = r.lease_owner
-    WHERE r.status = 'running' ORDER BY r.run_id FOR NO KEY UPDATE OF r SKIP LOCKED),
+    WHERE {RUNNING} ORDER BY r.run_id FOR NO KEY UPDATE OF r SKIP LOCKED),
 renewed AS (
     UPDATE durable_run AS r SET leased_until = now() + $5::interval, progress = coalesce(h.progress, r.progress),
         updated_at = CASE WHEN h.progress IS NULL THEN r.updated_at ELSE now() END
@@ -115,14 +116,14 @@ def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> Operation[li
         yield from landing.land(work, locked, endings)
     if pending:
         yield from _to_pending(work, pending)
-    going = [standing.run_id for standing, _ in pending if standing.has_permits]
+    going = [standing.run_id for standing, _ in pending]
     if suspended:
         for place, standing, outcome in suspended:
             if standing.wake_seq != outcome.wake_seq:
                 answers[place] = "woken"
         resting = [(standing, outcome) for place, standing, outcome in suspended if answers[place] == "landed"]
         yield from _to_suspended(resting)
-        going += [standing.run_id for standing, _ in resting if standing.has_permits]
+        going += [standing.run_id for standing, _ in resting]
     if going:
         yield from flow.release(work, going)
     return answers

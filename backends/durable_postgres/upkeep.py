@@ -32,15 +32,18 @@ SELECT r.available_at FROM durable_run AS r
 WHERE r.status IN ('pending', 'suspended') AND r.available_at IS NOT NULL
 AND (r.status = 'pending' OR r.attempts > 0) AND {IN_SCOPE} ORDER BY r.available_at LIMIT 1
 """
-# Whether the lapsed claim made a record: the newest by position tells, or an attempt row of its own.
 LAPSED: Final = f"""
-SELECT r.run_id, r.queue, r.attempts, r.reclaims, r.compensating,
-    coalesce((SELECT s.fence FROM durable_step AS s WHERE s.run_id = r.run_id AND s.position IS NOT NULL
-              ORDER BY s.position DESC LIMIT 1) = r.attempts, false)
-    OR EXISTS (SELECT 1 FROM durable_step AS s WHERE s.run_id = r.run_id AND s.position IS NULL AND s.fence = r.attempts)
-FROM durable_run AS r
+SELECT r.run_id, r.queue, r.reclaims, r.compensating FROM durable_run AS r
 WHERE r.status = 'running' AND r.leased_until < now() AND {IN_SCOPE}
 ORDER BY r.leased_until, r.submitted LIMIT $3 FOR NO KEY UPDATE SKIP LOCKED
+"""
+# Whether the lapsed claim made a record: the newest by position tells, or an attempt row of its own. Asked after the lock: an append
+# that was quicker has committed by then.
+PROGRESSED: Final = """
+SELECT r.run_id FROM durable_run AS r WHERE r.run_id = ANY ($1::text[]) AND (
+    coalesce((SELECT s.fence FROM durable_step AS s WHERE s.run_id = r.run_id AND s.position IS NOT NULL
+              ORDER BY s.position DESC LIMIT 1) = r.attempts, false)
+    OR EXISTS (SELECT 1 FROM durable_step AS s WHERE s.run_id = r.run_id AND s.position IS NULL AND s.fence = r.attempts))
 """
 # The mark goes: a settle of the lapsed claim that comes late must not take this pending run for its own work. So does the replay
 # family where there is no record: it belongs to the records.
@@ -146,8 +149,11 @@ def sweep(work: Work, scope: Scope, limit: int, max_reclaims: int) -> Operation[
     returned: dict[str, tuple[int, str | None]] = {}
     poisoned: dict[str, int] = {}
     queues: set[str] = set()
-    for run_id, queue, _, before, compensating, progressed in (yield from rows(LAPSED, *of_scope(scope), limit)):
-        reclaims = 0 if progressed else before + 1
+    lapsed = yield from rows(LAPSED, *of_scope(scope), limit)
+    found = (yield from rows(PROGRESSED, [row[0] for row in lapsed])) if lapsed else []
+    progressed = {run_id for (run_id,) in found}
+    for run_id, queue, before, compensating in lapsed:
+        reclaims = 0 if run_id in progressed else before + 1
         if reclaims > max_reclaims and not compensating:
             poisoned[run_id] = reclaims
         else:

@@ -210,6 +210,11 @@ class Stage:
         assert self.do(self.store.settle([(lease, outcome)])) == ["landed"]
         return lease
 
+    def returned(self, swept: m.Swept) -> list[str]:
+        """What a sweep returned; a run that it passed over because a commit held its row, the next one returns (3)."""
+        again = self.do(self.store.sweep(scope=self.tenant, limit=10, max_reclaims=5))
+        return [*swept.returned, *again.returned]
+
     def suspended(self, **values: Any) -> m.Lease:
         lease = self.held()
         assert self.do(self.store.settle([(lease, asleep(**values))])) == ["landed"]

@@ -317,7 +317,8 @@ def purge_and_fork_the_copy_is_whole(stage: Stage) -> Made:
     fork_id = stage.name("fork")
 
     def check(purged: int, forked: object) -> None:
-        assert purged == 1
+        # A purge may pass over a row that a fork holds, and find it the next time (61).
+        assert purged + stage.do(stage.store.purge(scope=stage.tenant, limit=10)) == 1
         copy = stage.find(fork_id)
         assert (copy is None) == (forked is NotFound)
         assert copy is None or [one.step_id for one in stage.journal(fork_id)] == ["a"]

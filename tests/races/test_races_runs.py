@@ -118,6 +118,8 @@ def a_submit_that_coalesces_is_seen_by_a_run_that_starts_after_it(stage: Stage) 
 
     def check(claimed: list[m.Claimed], answers: list[m.Submitted]) -> None:
         if answers[0].disposition == "coalesced":
+            # A claim may pass over a row that a submit holds, and find it the next time (8).
+            claimed = claimed or stage.do(stage.store.claim(stage.request()))
             assert [one.run.input for one in claimed] == [late.input]
         else:
             assert answers[0].disposition == "created"
@@ -233,7 +235,7 @@ def append_and_sweep_of_a_lapsed_lease_write_no_record_without_its_fence(stage: 
     lease = stage.lapsed()
 
     def check(appended: list[m.Appended], swept: m.Swept) -> None:
-        assert list(swept.returned) == [lease.run_id]
+        assert stage.returned(swept) == [lease.run_id]
         assert len(stage.journal(lease.run_id)) == (appended[0].state == "appended")
         assert stage.run(lease.run_id).reclaims == (appended[0].state == "lost")
 
@@ -247,7 +249,7 @@ def a_child_and_its_start_are_there_both_or_neither_when_the_lease_is_swept(stag
     def check(appended: list[m.Appended], swept: m.Swept) -> None:
         children = stage.do(stage.store.children(lease.run_id, scope=stage.tenant))
         assert len(children) == len(stage.journal(lease.run_id)) == (appended[0].state == "appended")
-        assert list(swept.returned) == [lease.run_id]
+        assert stage.returned(swept) == [lease.run_id]
 
     return (
         call("append", [(lease, stage.start(lease))]),
@@ -261,7 +263,7 @@ def renew_and_sweep_of_a_lapsed_lease_one_of_them_wins(stage: Stage) -> Made:
     lease = stage.lapsed()
 
     def check(renewed: list[m.Renewed], swept: m.Swept) -> None:
-        assert (renewed[0].state, len(swept.returned)) in (("held", 0), ("lost", 1))
+        assert (renewed[0].state, len(swept.returned)) in (("held", 0), ("lost", 1), ("unknown", 1))
 
     return (
         call("renew", [m.Renewal(lease=lease)], lease=LEASE),
@@ -275,7 +277,7 @@ def renew_and_settle_leave_no_lease_on_a_landed_run(stage: Stage) -> Made:
     lease = stage.held()
 
     def check(renewed: list[m.Renewed], settled: list[str]) -> None:
-        assert renewed[0].state in ("held", "lost")
+        assert renewed[0].state in ("held", "lost", "unknown")
         run = stage.run(lease.run_id)
         assert (settled, run.status, run.leased_until) == (["landed"], "completed", None)
 

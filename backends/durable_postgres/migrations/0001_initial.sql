@@ -90,7 +90,8 @@ CREATE INDEX durable_run_blocked ON durable_run (blocked_on, priority DESC, subm
 CREATE INDEX durable_run_due ON durable_run (available_at)
     WHERE status IN ('pending', 'suspended') AND available_at IS NOT NULL AND (status = 'pending' OR attempts > 0);
 CREATE INDEX durable_run_leases ON durable_run (leased_until) WHERE status = 'running';
-CREATE INDEX durable_run_claims ON durable_run (lease_owner) WHERE status = 'running';
+-- A running run has an owner; saying so keeps this index from being taken for that of the leases.
+CREATE INDEX durable_run_claims ON durable_run (lease_owner) WHERE status = 'running' AND lease_owner IS NOT NULL;
 CREATE INDEX durable_run_purge ON durable_run (purge_at) WHERE purge_at IS NOT NULL;
 CREATE INDEX durable_run_listing ON durable_run (created_at DESC, run_id DESC);
 CREATE INDEX durable_run_listing_tenant ON durable_run (tenant_id, created_at DESC, run_id DESC) WHERE tenant_id IS NOT NULL;
