@@ -31,21 +31,39 @@ WHERE r.run_id = ANY ($1::text[])
 def request_cancel(work: Work, run_ids: Sequence[str], scope: Scope, reason: str) -> Operation[list[bool]]:
     """One answer per run: True where it will end cancelled, or refuse and say so; False: terminal, unknown, another tenant's."""
     locked = yield from locks.family(run_ids)
-    asked = {
-        run_id: run_id in locked and within(locked[run_id].tenant_id, scope) and locked[run_id].live
-        for run_id in run_ids
-    }
-    yield from ask(work, locked, [run_id for run_id, live in asked.items() if live], reason)
-    return [asked[run_id] for run_id in run_ids]
+    seen = {run_id for run_id in run_ids if run_id in locked and within(locked[run_id].tenant_id, scope)}
+    asked = yield from ask(work, locked, [run_id for run_id in run_ids if run_id in seen], reason)
+    return [run_id in asked for run_id in run_ids]
 
 
-def ask(work: Work, locked: locks.Locked, run_ids: Sequence[str], reason: str) -> Operation[None]:
-    """Ask locked runs to stop, whoever's they are. A terminal or unknown one is left alone."""
-    live = [locked[run_id] for run_id in run_ids if run_id in locked and locked[run_id].live]
-    fresh = [standing for standing in live if standing.attempts == 0]
-    claimed = [standing for standing in live if standing.attempts > 0]
+def ask(work: Work, locked: locks.Locked, run_ids: Sequence[str], reason: str) -> Operation[set[str]]:
+    """Ask locked runs to stop, whoever's they are; those that were asked. A terminal or unknown one is left alone, and so is a node that
+    lands because of one before it."""
+    asked: set[str] = set()
+    claimed: list[locks.Standing] = []
+    fresh: list[locks.Standing] = []
+    for run_id in dict.fromkeys(run_ids):
+        standing = locked.get(run_id)
+        if standing is not None and standing.live:
+            (claimed if standing.attempts > 0 else fresh).append(standing)
     if claimed:
-        yield from count(STAMP, [standing.run_id for standing in claimed], reason)
+        yield from _stamp(work, claimed, reason)
+        asked |= {standing.run_id for standing in claimed}
+    # Nodes one after the other: the end of one may be the end of the next.
+    nodes = [standing for standing in fresh if standing.status == Status.SUSPENDED]
+    parts = [[standing] for standing in fresh] if nodes else [fresh] if fresh else []
+    for part in parts:
+        live = [standing.run_id for standing in part if locked[standing.run_id].live]
+        failure = Failure(message=reason or "cancelled before it was started", kind=ErrorKind.CANCELLED)
+        yield from landing.land(
+            work, locked, [landing.Ending(run_id, Status.CANCELLED, failure=failure) for run_id in live]
+        )
+        asked |= set(live)
+    return asked
+
+
+def _stamp(work: Work, claimed: Sequence[locks.Standing], reason: str) -> Operation[None]:
+    yield from count(STAMP, [standing.run_id for standing in claimed], reason)
     for standing in claimed:
         first_ask = standing.cancel_requested_at is None
         standing.cancel_requested_at = standing.cancel_requested_at or work.now
@@ -56,10 +74,6 @@ def ask(work: Work, locked: locks.Locked, run_ids: Sequence[str], reason: str) -
             landing.wake(standing)
             work.announce(f"queue:{standing.queue}")
         work.announce(f"run:{standing.run_id}")
-    if fresh:
-        failure = Failure(message=reason or "cancelled before it was started", kind=ErrorKind.CANCELLED)
-        endings = [landing.Ending(standing.run_id, Status.CANCELLED, failure=failure) for standing in fresh]
-        yield from landing.land(work, locked, endings)
 
 
 __all__ = ["ask", "request_cancel"]
