@@ -162,7 +162,7 @@ class _Batch:
         if asks:
             answers = iter((yield from together(*asks)))
             for row in next(answers) if coalesce else ():
-                waiting = run_record(row)
+                waiting = self.known[row[0]] = run_record(row)
                 self.waiting[row[27]] = _Draft(
                     None, waiting, waiting.priority, waiting.available_at, waiting.input, waiting.created_at, waiting.deadline_at,
                     waiting.name,

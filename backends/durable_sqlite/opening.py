@@ -7,10 +7,12 @@ connection of this process has on it, the application's own too, and with them a
 from __future__ import annotations
 
 import os
+import random
 import re
 import sqlite3
 import sys
 import threading
+import time
 import urllib.parse
 import warnings
 from collections.abc import Callable
@@ -162,8 +164,7 @@ def _connect_file(path: Path, renames: Renames) -> Connection:
         con.execute(
             "PRAGMA schema_version"
         ).fetchone()  # reads the header: a file that is no database is refused untouched
-        # With the built-in timeout: processes that start together meet here, and our own retry comes later.
-        (mode,) = con.execute("PRAGMA journal_mode=WAL").fetchone()
+        mode = _to_wal(con)
         if mode != "wal":
             raise StoreUnavailable(
                 f"{path} can not use a write-ahead log (journal mode {mode})",
@@ -177,6 +178,21 @@ def _connect_file(path: Path, renames: Renames) -> Connection:
         con.close()
         raise
     return con
+
+
+def _to_wal(con: Connection) -> str:
+    """Processes that open a new file together meet here, and SQLite's own timeout does not serve: where two of them hold a read
+    lock and both want to change the mode, one is refused at once."""
+    give_up = time.monotonic() + 5.0
+    while True:
+        try:
+            (mode,) = con.execute("PRAGMA journal_mode=WAL").fetchone()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+            time.sleep(random.uniform(0.001, 0.01))
+        else:
+            return str(mode)
 
 
 def _connect_memory(names: Names, renames: Renames) -> Connection:

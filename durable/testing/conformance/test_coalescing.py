@@ -192,3 +192,13 @@ async def test_two_runs_of_one_batch_may_share_a_coalesce_key(scene: Scene) -> N
     answers = await scene.store.enqueue([new_run(coalesce_key="c", priority=n) for n in range(3)])
     assert [answer.disposition for answer in answers] == ["created", "coalesced", "coalesced"]
     assert (await scene.get(answers[0].run.run_id)).priority == 2
+
+
+@rule(38)
+async def test_a_batch_that_joins_a_waiting_run_and_repeats_the_key_of_the_join_waits_for_it(scene: Scene) -> None:
+    (waiting,) = await scene.store.enqueue([new_run(coalesce_key="c")])
+    answers = await scene.store.enqueue([new_run(coalesce_key="c", idempotency_key="k") for _ in range(2)])
+    assert [(answer.run.run_id, answer.disposition) for answer in answers] == [
+        (waiting.run.run_id, "coalesced"),
+        (waiting.run.run_id, "existing"),
+    ]
