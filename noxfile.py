@@ -110,7 +110,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Each tests/benchmarks/bench_*.py prints its figures and exits non-zero if it misses its aim."""
-    _install(session)
+    _install(session, "test")  # the servers that are measured
     programs = sorted((ROOT / "tests/benchmarks").glob("bench_*.py"))
     if not programs:
         session.skip("there is no tests/benchmarks/bench_*.py yet")

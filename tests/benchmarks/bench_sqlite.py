@@ -10,16 +10,11 @@ W2 >= 4,000 steps/s, or 0.35 of the floor.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import cProfile
-import dataclasses
 import json
-import os
-import platform
 import queue
 import sqlite3
-import statistics
 import sys
 import tempfile
 import threading
@@ -28,66 +23,14 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import durable
-from durable.cli.work_commands import pace_the_collector
+from figures import CONCURRENCY, Aim, Bench, echo, engine, figures, options
 
-CONCURRENCY = 100
-AIMS = {"W1": (1_500.0, 0.35), "W2": (4_000.0, 0.35)}
+AIMS = {"W1": Aim(1_500, 0.35), "W2": Aim(4_000, 0.35)}
 
 
-async def echo(i: int) -> dict[str, int]:
-    return {"i": i}
-
-
-# -- the engine ---------------------------------------------------------------------------------------------------------------
-
-ran = 0
-"""Bodies that have come to their end."""
-
-
-async def all_ran(runs: int) -> None:
-    """Wait for the last body."""
-    while ran < runs:
-        await asyncio.sleep(0.01)
-
-
-async def engine(folder: Path, runs: int, steps: int, profile: cProfile.Profile | None) -> float:
-    """Drain `runs` runs of `steps` steps. Returns the seconds from the worker's start until the store shows all completed."""
-    global ran
-    ran = 0
-    url = f"sqlite:///{folder / 'engine.db'}"
-    async with durable.Client(url) as client:
-        for start in range(0, runs, 1_000):
-            await client.start_many(bench_one if steps == 1 else bench_ten, range(start, min(start + 1_000, runs)))
-        if profile is not None:
-            profile.enable()
-        began = time.perf_counter()
-        async with durable.Worker(client, concurrency=CONCURRENCY):
-            await all_ran(runs)
-            while await client.count(status="completed") < runs:  # asked only now: counting is work, too
-                await asyncio.sleep(0.005)
-            took = time.perf_counter() - began
-        if profile is not None:
-            profile.disable()
-    return took
-
-
-@durable.function
-async def bench_one(ctx: durable.Context, i: int) -> dict[str, int]:
-    global ran
-    result = await ctx.step(echo, i)
-    ran += 1
-    return result
-
-
-@durable.function
-async def bench_ten(ctx: durable.Context, i: int) -> dict[str, int]:
-    global ran
-    result = {"i": i}
-    for _ in range(10):
-        result = await ctx.step(echo, i)
-    ran += 1
-    return result
+async def on_engine(folder: Path, runs: int, steps: int, profile: cProfile.Profile | None) -> float:
+    """The engine, on a file of its own."""
+    return await engine(f"sqlite:///{folder / 'engine.db'}", runs, steps, profile)
 
 
 # -- the floor ----------------------------------------------------------------------------------------------------------------
@@ -201,80 +144,23 @@ async def floor(folder: Path, runs: int, steps: int) -> float:
 # -- the report ---------------------------------------------------------------------------------------------------------------
 
 
-def fsync_time(folder: Path) -> float:
-    """Milliseconds of one fdatasync after a small write, median of 50."""
-    times = []
-    with (folder / "probe").open("wb", buffering=0) as file:
-        for _ in range(50):
-            file.write(b"x" * 4096)
-            began = time.perf_counter()
-            os.fdatasync(file.fileno())
-            times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1_000
-
-
-def in_folder(work: Callable[[Path], Any]) -> Any:
+async def in_folder(work: Callable[[Path, int, int], Coroutine[Any, Any, float]], runs: int, steps: int) -> float:
     with tempfile.TemporaryDirectory(prefix="durable-bench-") as folder:
-        return work(Path(folder))
-
-
-@dataclasses.dataclass
-class Figure:
-    """What one measurement gave."""
-
-    rate: float
-    cpu: float
-    """Microseconds of processor time per unit, all threads: steadier than the rate on a machine that others use too."""
-
-
-def measured(work: Callable[[Path], Coroutine[Any, Any, float]], units: int) -> Figure:
-    took, cpu = in_folder(lambda folder: _timed(work, folder))
-    return Figure(rate=units / took, cpu=cpu / units * 1e6)
-
-
-def _timed(work: Callable[[Path], Coroutine[Any, Any, float]], folder: Path) -> tuple[float, float]:
-    before = time.process_time()
-    took = asyncio.run(work(folder))
-    return took, time.process_time() - before
-
-
-def compared(name: str, runs: int, steps: int, rounds: int, profile: cProfile.Profile | None) -> bool:
-    """Measure both in turn and print. False: the aim was missed."""
-    here: list[Figure] = []
-    least: list[Figure] = []
-    for _ in range(rounds):
-        here.append(measured(lambda folder: engine(folder, runs, steps, profile), runs * steps))
-        least.append(measured(lambda folder: floor(folder, runs, steps), runs * steps))
-    rate, floor_rate = (statistics.median(figure.rate for figure in part) for part in (here, least))
-    cpu, floor_cpu = (statistics.median(figure.cpu for figure in part) for part in (here, least))
-    aim, share = AIMS[name]
-    reached = rate >= aim or rate / floor_rate >= share
-    print(
-        f"{name}: {rate:,.0f} {'runs' if steps == 1 else 'steps'}/s, {cpu:.0f} µs of processor each; floor {floor_rate:,.0f}/s, "
-        f"{floor_cpu:.0f} µs; ratio {rate / floor_rate:.2f}; rounds {', '.join(f'{figure.rate:,.0f}' for figure in here)}; "
-        f"aim {aim:,.0f} or {share} of the floor: {'reached' if reached else 'MISSED'}"
-    )
-    return reached
+        return await work(Path(folder), runs, steps)
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--w1", type=int, default=5_000)
-    options.add_argument("--w2", type=int, default=500)
-    options.add_argument("--profile", help="write a cProfile of the engine's part to this file")
-    chosen = options.parse_args()
+    chosen = options(__doc__ or "")
     profile = cProfile.Profile() if chosen.profile else None
-    pace_the_collector()  # as `durable worker` does; the floor has the same
-    print(
-        f"machine: {platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"SQLite {sqlite3.sqlite_version}, load {os.getloadavg()[0]:.1f}, fdatasync {in_folder(fsync_time):.2f} ms"
+    bench = Bench(
+        lambda runs, steps: in_folder(lambda folder, *size: on_engine(folder, *size, profile), runs, steps),
+        lambda runs, steps: in_folder(floor, runs, steps),
+        AIMS,
     )
-    workloads = (("W1", chosen.w1, 1), ("W2", chosen.w2, 10))
-    reached = [compared(name, runs, steps, chosen.rounds, profile) for name, runs, steps in workloads]
+    reached = figures(bench, chosen, f"SQLite {sqlite3.sqlite_version}")
     if profile is not None:
         profile.dump_stats(chosen.profile)
-    return 0 if all(reached) else 1
+    return 0 if reached else 1
 
 
 if __name__ == "__main__":

@@ -103,6 +103,13 @@ class Member:
             time.sleep(0.1)
         raise RuntimeError(f"mongod on {self.host} did not answer within {START_LIMIT} s")
 
+    @property
+    def process_id(self) -> int:
+        """The id of its process. Raises RuntimeError while it is stopped."""
+        if self._process is None:
+            raise RuntimeError(f"the member on {self.host} is stopped")
+        return self._process.pid
+
     def client(self) -> pymongo.MongoClient[dict[str, Any]]:
         """A client of this member alone."""
         return pymongo.MongoClient(self.host, directConnection=True, serverSelectionTimeoutMS=2_000)
