@@ -17,6 +17,7 @@ The next ones run tests of the whole at full length:
     races   conflicting operations in every order, with many trials
     chaos   kills at random moments over many runs and several processes
     kills   kill -9 inside the writes of SQLite
+    mongo   MongoDB: fail-overs of three nodes, plans beside many runs, races, the state machine
     statemachine   the whole protocol of the stores against the oracle
     postgres   conformance, state machine, races and the backend's own tests on the oldest and the newest PostgreSQL
     restarts   crashes of a PostgreSQL server under a flow of runs
@@ -200,6 +201,20 @@ def restarts(session: nox.Session) -> None:
     _long(session, "postgres/test_restarts", DURABLE_POSTGRES_RESTARTS="20", DURABLE_POSTGRES_RESTART_GAP="5-20")
 
 
+@nox.session
+def mongo(session: nox.Session) -> None:
+    """MongoDB: 25 faults on three nodes, plans beside 200,000 runs of each kind, races and the state machine."""
+    _long(
+        session,
+        *("mongo/test_failover", "mongo/test_plans", "races/test_races_mongo", "statemachine/test_statemachine_mongo"),
+        DURABLE_MONGO_FAULTS="25",
+        DURABLE_MONGO_PLAN_ROWS="200000",
+        DURABLE_MONGO_RACE_TRIALS="100",
+        DURABLE_MONGO_STATE_EXAMPLES="300",
+        DURABLE_MONGO_STATE_STEPS="60",
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- the tools
 
 
@@ -225,11 +240,11 @@ def _install(session: nox.Session, *groups: str, extra: str = "") -> None:
     session.install("--editable", f".[{extra}]" if extra else ".", *wanted)
 
 
-def _long(session: nox.Session, pattern: str, **lengths: str) -> None:
-    """The test files that fit the pattern at full length; skipped in words while there are none."""
-    files = sorted(str(path) for path in (ROOT / "tests").glob(f"{pattern}.py"))
+def _long(session: nox.Session, *patterns: str, **lengths: str) -> None:
+    """The test files that fit a pattern at full length; skipped in words while there are none."""
+    files = sorted({str(path) for pattern in patterns for path in (ROOT / "tests").glob(f"{pattern}.py")})
     if not files:
-        session.skip(f"there is no tests/{pattern}.py yet")
+        session.skip(f"there is no tests/{patterns[0]}.py yet")
     _install(session, "test", extra="testing")
     session.run("pytest", "--timeout=0", *files, *session.posargs, env=lengths)
 
