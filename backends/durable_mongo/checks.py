@@ -19,7 +19,7 @@ from durable.settings import SECOND
 from . import schema
 from .connection import Database
 
-LATEST_TESTED: Final = (6, 0)
+OLDEST: Final = (6, 0)
 MOST_SKEW: Final = SECOND
 LEAST_NODES: Final = 3
 
@@ -59,7 +59,7 @@ def _deployment(hello: Mapping[str, Any]) -> Check:
 async def _version(admin: Any) -> Check:
     info = await admin.command("buildInfo")
     version = info["version"]
-    if tuple(info["versionArray"][:2]) < LATEST_TESTED:
+    if tuple(info["versionArray"][:2]) < OLDEST:
         return Check(name="server", level="refuse", text=f"MongoDB {version} is older than 6.0; upgrade the server")
     return Check(name="server", level="ok", text=f"MongoDB {version}, PyMongo {pymongo.version}")
 

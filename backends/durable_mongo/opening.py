@@ -25,8 +25,9 @@ from .connection import Database
 from .operation import Work
 
 FORM: Final = "mongodb://user:password@host:27017/database?replicaSet=rs0"
-LARGEST_PAYLOAD: Final = 7 << 20
-"""Bytes: a document holds an input, an output, options and progress, and MongoDB stores 16 MB of it."""
+LARGEST_PAYLOAD: Final = 3 << 20
+"""Bytes: a run's document has room for its input, options, progress and output, each as large as that, and for what else it says. So a
+payload that does not fit is refused before the write, and no run grows until its end can not be stored (70)."""
 OLDEST: Final = 17
 """The wire version of MongoDB 6.0."""
 DEFAULTS: Final[dict[str, Any]] = {
@@ -42,7 +43,7 @@ def read(url: str, settings: Settings, names: Names) -> tuple[str, str, dict[str
     never with a password in it."""
     if settings.max_payload > LARGEST_PAYLOAD:
         raise ConfigurationError(
-            f"max_payload={settings.max_payload}: MongoDB stores documents of 16 MB, and a run has several payloads",
+            f"max_payload={settings.max_payload}: MongoDB stores documents of 16 MB, and that of a run has four payloads",
             hint=f"at most {LARGEST_PAYLOAD} here; store larger data elsewhere and pass its address",
         )
     scheme = url.partition(":")[0]

@@ -64,8 +64,8 @@ _STATE: Final = (
     *("name", "version", "tenant_id"),
 )
 NOBODY_ASKED: Final = {"$or": [{"cancel_requested_at": None}, {"cancel_refused_at": {"$ne": None}}]}
-TOGETHER: Final = 4 << 20
-"""Characters of output in one write: a command is no larger than a document may be."""
+TOGETHER: Final = 3 << 20
+"""Characters of output in one write, of at most four bytes each: a command is no larger than a document may be."""
 LOCKED_FOR: Final = 2.0
 LOCKED_FOR_ONE: Final = 0.5
 """Seconds that a renewal waits for documents that a commit under way holds: all together, then each, before it is `unknown`."""

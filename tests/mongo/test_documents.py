@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from mongo.conftest import Open
+from pymongo.errors import BulkWriteError, DocumentTooLarge, OperationFailure, PyMongoError
 from servers.mongo_room import Room
 
 from durable.errors import Conflict, PayloadTooLarge
@@ -14,6 +15,8 @@ from durable.model import ALL, Completed, Status, Suspended
 from durable.settings import HOUR, SECOND
 from durable.storekit import RECORD_ROOM
 from durable.testing.conformance.scenario import ACME, Scene, new_run, schedule
+from durable_mongo import faults
+from durable_mongo.opening import LARGEST_PAYLOAD
 
 
 @pytest.mark.parametrize("odd", [1, 499, 500, 999])
@@ -66,15 +69,38 @@ async def test_a_payload_over_the_limit_is_refused_and_harms_no_neighbour(opened
     assert [answer.state for answer in await store.append([(second.lease, small)])] == ["appended"]
 
 
-async def test_a_run_that_would_outgrow_a_document_gets_a_typed_error_and_stays_whole(opened: Open) -> None:
-    store = await opened(settings={"max_payload": 7 << 20})
+async def test_a_run_with_the_largest_payload_in_every_place_is_one_document(opened: Open) -> None:
+    """So whatever does not fit is refused before it is written, and no run grows until its end can not be stored (70)."""
+    store = await opened(settings={"max_payload": LARGEST_PAYLOAD})
     scene = Scene(store, None)  # type: ignore[arg-type]
-    big = json.dumps("x" * ((7 << 20) - 10))
+    big = json.dumps("x" * (LARGEST_PAYLOAD - 2))
     held = await scene.take(input=big, options=big)
-    with pytest.raises(PayloadTooLarge, match="16 MB"):
-        await scene.settle(held, Completed(output=big))
-    assert (await scene.get(held.run.run_id)).status == Status.RUNNING
-    assert await scene.settle(held, Completed(output="1")) == "landed"
+    assert (await scene.append(held, "a", result=big, progress=big)).state == "appended"
+    assert await scene.settle(held, Completed(output=big)) == "landed"
+    run = await scene.get(held.run.run_id)
+    assert run.input == run.output == run.progress == big
+    for place in ("input", "options"):
+        with pytest.raises(PayloadTooLarge):
+            await store.enqueue([new_run(**{place: big + " "})])
+    other = await scene.take()
+    with pytest.raises(PayloadTooLarge):
+        await scene.settle(other, Completed(output=big + " "))
+    assert await scene.settle(other, Completed(output="1")) == "landed"
+
+
+TOO_LARGE = [
+    DocumentTooLarge("BSON document too large"),
+    OperationFailure("BSONObj size is invalid", 10334),
+    OperationFailure("Resulting document after update is larger than 16777216", 17419),
+    BulkWriteError({"writeErrors": [{"index": 0, "code": 2, "errmsg": "object to insert too large"}]}),
+]
+
+
+@pytest.mark.parametrize("error", TOO_LARGE, ids=lambda error: type(error).__name__ + str(getattr(error, "code", "")))
+def test_each_way_in_which_the_server_refuses_a_size_is_one_error(error: PyMongoError) -> None:
+    made = faults.mapped(error)
+    assert isinstance(made, PayloadTooLarge)
+    assert made.__cause__ is error
 
 
 @pytest.mark.parametrize("run_id", ["", "a/b", "x" * 2_000])

@@ -69,9 +69,11 @@ async def test_no_acknowledged_submit_or_record_is_lost_none_counts_twice_and_wo
     url = members.url.replace("/?", "/failover?")
     settings = {"lease": "10s", "poll": "200ms", "poll_idle": "500ms"}
     acknowledged: list[str] = []
+    refused = 0
     over = asyncio.Event()
 
     async def submit(client: durable.Client) -> None:
+        nonlocal refused
         number = 0
         while not over.is_set():
             number += 1
@@ -79,6 +81,7 @@ async def test_no_acknowledged_submit_or_record_is_lost_none_counts_twice_and_wo
             try:
                 run = await client.start(three_steps.using(idempotency_key=run_key), run_key)
             except DurableError:
+                refused += 1
                 continue  # not acknowledged: whether it is there or not, it may be submitted again
             acknowledged.append(run.id)
             await asyncio.sleep(PACE)
@@ -111,3 +114,4 @@ async def test_no_acknowledged_submit_or_record_is_lost_none_counts_twice_and_wo
         assert list(await client.store.audit(scope=ALL)) == []
         assert one.healthy
         assert other.healthy
+    print(f"{FAULTS} faults, {len(acknowledged)} submits acknowledged, {refused} without an answer")
