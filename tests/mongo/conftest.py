@@ -35,6 +35,12 @@ async def until(condition: Callable[[], Any], what: str) -> Any:
     pytest.fail(f"waited in vain for {what}")
 
 
+def fail(room: Room, *commands: str, times: int = 1, **how: Any) -> None:
+    """Let the next of these commands fail on the server. Whoever uses it takes the fixture `healed`."""
+    data = {"failCommands": list(commands), **how}
+    room.db.client.admin.command("configureFailPoint", "failCommand", mode={"times": times}, data=data)
+
+
 class Bench:
     """A room as the harness of a scene: here time passes, too."""
 
@@ -55,6 +61,13 @@ def room() -> Iterator[Room]:
     made.empty()
     yield made
     made.empty()
+
+
+@pytest.fixture
+def healed(room: Room) -> Iterator[None]:
+    """Afterwards no command fails any more."""
+    yield
+    room.db.client.admin.command("configureFailPoint", "failCommand", mode="off")
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,19 +84,63 @@ async def test_migrate_is_idempotent_and_safe_when_started_many_times_at_once(em
         assert client[empty.name]["durable_schema_version"].count_documents({}) == 2
 
 
-@pytest.mark.parametrize("how", ["dropped", "with another filter"])
-async def test_a_missing_unique_index_refuses_every_handle_and_migrate_makes_it(
+KEY = [("tenant_id", 1), ("coalesce_key", 1)]
+FILTER = {"coalesce_key": {"$gt": ""}, "status": "pending", "attempts": 0}
+WRONG: dict[str, tuple[list[tuple[str, int]], dict[str, Any]] | None] = {
+    "dropped": None,
+    "without its filter": (KEY, {"unique": True}),
+    "with a wider filter": (KEY, {"unique": True, "partialFilterExpression": {"coalesce_key": {"$gt": ""}}}),
+    "with a filter of another value": (KEY, {"unique": True, "partialFilterExpression": {**FILTER, "attempts": 1}}),
+    "not unique": (KEY, {"partialFilterExpression": FILTER}),
+    "with its keys turned round": (KEY[::-1], {"unique": True, "partialFilterExpression": FILTER}),
+}
+"""Each would let one key mean two runs, or refuse what is no duplicate."""
+
+
+def spoil(room: Room, how: str) -> None:
+    """Put a wrong index in the place of the coalescing one."""
+    room.db["durable_run"].drop_index("coalesce")
+    if (wrong := WRONG[how]) is not None:
+        room.db["durable_run"].create_index(wrong[0], name="coalesce", **wrong[1])
+
+
+@pytest.mark.parametrize("how", WRONG)
+async def test_a_missing_or_wrong_unique_index_refuses_every_handle_and_migrate_makes_it(
     room: Room, opened: Open, how: str
 ) -> None:
-    """With another filter it would let one key mean two runs: that counts as missing."""
-    collection = room.db["durable_run"]
-    collection.drop_index("coalesce")
-    if how != "dropped":
-        collection.create_index([("tenant_id", 1), ("coalesce_key", 1)], name="coalesce")
+    spoil(room, how)
     with pytest.raises(SchemaMismatch, match=r"durable_run\.coalesce"):
         await opened()
     store = await opened(auto_migrate=True)
     assert not (await store.schema_status()).missing
+
+
+async def test_the_right_index_under_another_name_is_built_anew_under_ours(room: Room, opened: Open) -> None:
+    """The server refuses two of them (85), and hints name ours."""
+    room.db["durable_run"].drop_index("coalesce")
+    room.db["durable_run"].create_index(KEY, name="by_hand", unique=True, partialFilterExpression=FILTER)
+    store = await opened(auto_migrate=True)
+    assert not (await store.schema_status()).missing
+    assert "by_hand" not in room.db["durable_run"].index_information()
+
+
+async def test_migrate_check_names_a_wrong_filter_changes_nothing_and_exits_with_1(room: Room, opened: Open) -> None:
+    async def run(*options: str) -> tuple[int | None, str]:
+        command = (sys.executable, "-m", "durable", "migrate", *options, "--url", room.url)
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output, _ = await process.communicate()
+        return process.returncode, output.decode()
+
+    spoil(room, "with a wider filter")
+    before = room.db["durable_run"].index_information()["coalesce"]
+    code, output = await run("--check")
+    assert code == 1, output
+    assert "durable_run.coalesce" in output
+    assert room.db["durable_run"].index_information()["coalesce"] == before
+    assert (await run())[0] == 0
+    code, output = await run("--check")
+    assert code == 0, output
+    await opened()
 
 
 async def test_a_missing_index_that_only_makes_things_slow_is_told_and_refuses_nobody(room: Room, opened: Open) -> None:
@@ -184,14 +230,6 @@ async def test_writes_are_majority_whatever_the_url_says(opened: Open) -> None:
     handle = home.tables["durable_run"]
     assert handle.write_concern.document == {"w": "majority"}
     assert handle.read_preference.mongos_mode == "primary"
-
-
-async def test_the_doctor_looks_at_deployment_concern_schema_clock_and_changes(opened: Open) -> None:
-    checks = {check.name: check for check in await (await opened()).check()}
-    assert set(checks) == {"deployment", "server", "write concern", "schema", "clock", "changes"}
-    assert {name for name, check in checks.items() if check.level == "refuse"} == set()
-    assert checks["deployment"].level == "warn"
-    assert "three do" in checks["deployment"].text
 
 
 async def test_the_documents_have_the_names_that_applications_rely_on(opened: Open, room: Room) -> None:

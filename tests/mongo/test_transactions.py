@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from mongo.conftest import Open
+from mongo.conftest import Open, fail
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient
 from pymongo.errors import DuplicateKeyError, OperationFailure
@@ -24,6 +24,7 @@ from durable_mongo import Store, connection, faults
 
 TIMEOUT = 5 * SECOND
 LONG = 60 * SECOND
+pytestmark = pytest.mark.usefixtures("healed")
 
 
 def record(step_id: str = "pay", **changes: Any) -> NewRecord:
@@ -44,18 +45,6 @@ async def client(room: Room) -> AsyncIterator[AsyncMongoClient[dict[str, Any]]]:
     made: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(room.url)
     yield made
     await made.close()
-
-
-def fail(room: Room, *commands: str, times: int = 1, **how: Any) -> None:
-    """Let the next of these commands fail on the server."""
-    data = {"failCommands": list(commands), **how}
-    room.db.client.admin.command("configureFailPoint", "failCommand", mode={"times": times}, data=data)
-
-
-@pytest.fixture(autouse=True)
-def healed(room: Room) -> Any:
-    yield
-    room.db.client.admin.command("configureFailPoint", "failCommand", mode="off")
 
 
 # -- ctx.transaction ------------------------------------------------------------------------------------------------------------
