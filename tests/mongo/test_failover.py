@@ -7,7 +7,9 @@ Runs are submitted until the last fault is over.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +23,7 @@ from durable.model import ALL, RunQuery
 FAULTS = int(os.environ.get("DURABLE_MONGO_FAULTS", "3"))
 PACE = 0.02
 """Seconds between two submits: fifty a second."""
+TOGETHER = 100
 PATIENCE = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600)]
 
@@ -72,19 +75,24 @@ async def test_no_acknowledged_submit_or_record_is_lost_none_counts_twice_and_wo
     refused = 0
     over = asyncio.Event()
 
-    async def submit(client: durable.Client) -> None:
+    async def submit(client: durable.Client, run_key: str) -> None:
         nonlocal refused
-        number = 0
-        while not over.is_set():
-            number += 1
-            run_key = f"run-{number}"
-            try:
-                run = await client.start(three_steps.using(idempotency_key=run_key), run_key)
-            except DurableError:
-                refused += 1
-                continue  # not acknowledged: whether it is there or not, it may be submitted again
+        try:
+            run = await client.start(three_steps.using(idempotency_key=run_key), run_key)
+        except DurableError:
+            refused += 1  # not acknowledged: whether it is there or not, it may be submitted again
+        else:
             acknowledged.append(run.id)
-            await asyncio.sleep(PACE)
+
+    async def submit_steadily(client: durable.Client) -> None:
+        """At the pace, however long an answer takes."""
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for number in itertools.count(1):
+                if over.is_set():
+                    return
+                group.create_task(submit(client, f"run-{number}"))
+                await asyncio.sleep(began + number * PACE - time.monotonic())
 
     async with (
         durable.Client(url, settings=settings, auto_migrate=True) as client,
@@ -92,7 +100,8 @@ async def test_no_acknowledged_submit_or_record_is_lost_none_counts_twice_and_wo
         durable.Worker(client, functions=[three_steps]) as one,
         durable.Worker(second, functions=[three_steps]) as other,
     ):
-        submitting = asyncio.create_task(submit(client))
+        began = time.monotonic()
+        submitting = asyncio.create_task(submit_steadily(client))
         await until(lambda: len(acknowledged) > 20, "the first submits")
         for fault in range(FAULTS):
             before = len(acknowledged)
@@ -100,18 +109,24 @@ async def test_no_acknowledged_submit_or_record_is_lost_none_counts_twice_and_wo
             await until(lambda before=before: len(acknowledged) > before + 10, f"submits after fault {fault}")
         over.set()
         await submitting
+        took = time.monotonic() - began
         assert len(set(acknowledged)) == len(acknowledged)
         async with asyncio.timeout(PATIENCE):
             while await client.store.count(RunQuery(statuses=LIVE), scope=ALL):
                 await asyncio.sleep(0.2)
-        for start in range(0, len(acknowledged), 500):
-            for run in await client.store.get(acknowledged[start : start + 500], scope=ALL):
+        for start in range(0, len(acknowledged), TOGETHER):
+            part = acknowledged[start : start + TOGETHER]
+            for run in await client.store.get(part, scope=ALL):
                 assert run is not None
                 assert (run.status, run.output) == ("completed", "3"), run
-        for run_id in acknowledged:
-            records = await client.store.history(run_id, scope=ALL)
-            assert [record.position for record in records] == [0, 1, 2], run_id
+            journals = await asyncio.gather(*(client.store.history(run_id, scope=ALL) for run_id in part))
+            for run_id, records in zip(part, journals, strict=True):
+                assert [record.position for record in records] == [0, 1, 2], run_id
         assert list(await client.store.audit(scope=ALL)) == []
         assert one.healthy
         assert other.healthy
-    print(f"{FAULTS} faults, {len(acknowledged)} submits acknowledged, {refused} without an answer")
+        assert [check.level for check in await client.store.check() if check.name == "deployment"] == ["ok"]
+    print(
+        f"{FAULTS} faults in {took:.0f} s, {len(acknowledged)} submits acknowledged ({len(acknowledged) / took:.0f}/s),"
+        f" {refused} without an answer"
+    )
