@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from mongo.conftest import Open
@@ -17,32 +17,63 @@ from durable.testing.conformance.scenario import Scene, new_run
 from durable_mongo import purge
 from durable_mongo.operation import Work
 
-COMMANDS = 12
-"""More than a purge of one batch sends."""
+T = TypeVar("T")
+COMMANDS = 8
+"""As many as a purge of these runs sends: one that buries, six that delete what is theirs and them, one that cleans up."""
 
 
 class Killed(BaseException):
     """The process ends here."""
 
 
-class Mortal(Work):
-    """A work that ends the process before its n-th command that deletes or buries."""
+class Interrupted(Work):
+    """A work with something that happens before its n-th command that buries or deletes, once, in one task."""
 
-    left = -1
+    before: int | None = None
+    happens: Callable[[], Awaitable[None]]
+    sent = 0
+    task: asyncio.Task[Any] | None = None
 
     @classmethod
-    def spend(cls) -> None:
-        if cls.left == 0:
-            raise Killed
-        cls.left -= 1
+    async def step(cls) -> None:
+        if asyncio.current_task() is not cls.task:
+            return
+        number, cls.sent = cls.sent, cls.sent + 1
+        if number == cls.before:
+            await cls.happens()
 
     async def remove(self, table: str, where: Any) -> int:
-        self.spend()
+        await self.step()
         return await super().remove(table, where)
 
     async def change_many(self, table: str, where: Any, change: Any, **options: Any) -> int:
-        self.spend()
+        await self.step()
         return await super().change_many(table, where, change, **options)
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Callable[[], Awaitable[None]]], None]]:
+    """Let something happen before a command of this test's own next purge."""
+    monkeypatch.setattr("durable_mongo.connection.Work", Interrupted)
+
+    def at(command: int, happens: Callable[[], Awaitable[None]]) -> None:
+        Interrupted.before, Interrupted.happens, Interrupted.sent = command, staticmethod(happens), 0  # type: ignore[assignment]
+        Interrupted.task = asyncio.current_task()
+
+    yield at
+    Interrupted.before = Interrupted.task = None
+
+
+Interrupt = Callable[[int, Callable[[], Awaitable[None]]], None]
+
+
+async def killed() -> None:
+    raise Killed
+
+
+async def aside(work: Awaitable[T]) -> T:
+    """Carry it out in a task of its own: nothing interrupts that."""
+    return await asyncio.ensure_future(work)
 
 
 async def ended_runs(scene: Scene, count: int) -> list[str]:
@@ -70,27 +101,79 @@ def belongings(room: Room, ids: Sequence[str]) -> int:
     ) + (room.db["durable_run"].count_documents({"_id": where}))
 
 
+async def test_every_command_of_a_purge_is_one_that_can_be_interrupted(scene: Scene, interrupt: Interrupt) -> None:
+    await ended_runs(scene, 3)
+    interrupt(COMMANDS, killed)
+    assert await scene.store.purge(scope=ALL, limit=10) == 3
+    assert Interrupted.sent == COMMANDS
+
+
 @pytest.mark.parametrize("command", range(COMMANDS))
 async def test_a_purge_that_is_killed_before_any_command_leaves_nothing_that_the_next_does_not_find(
-    scene: Scene, room: Room, monkeypatch: pytest.MonkeyPatch, command: int
+    scene: Scene, room: Room, interrupt: Interrupt, command: int
 ) -> None:
     ids = await ended_runs(scene, 3)
-    monkeypatch.setattr("durable_mongo.connection.Work", Mortal)
-    Mortal.left = command
-    try:
+    interrupt(command, killed)
+    with pytest.raises(Killed):
         await scene.store.purge(scope=ALL, limit=10)
-    except Killed:
-        pass
-    finally:
-        Mortal.left = -1
     assert list(await scene.store.audit(scope=ALL)) == []
     seen = [run is not None for run in await scene.store.get(ids, scope=ALL)]
-    assert seen in ([True] * 3, [False] * 3)
-    if any(seen):  # not buried yet: they are whole
+    assert seen == [command == 0] * 3
+    if command == 0:  # not buried yet: they are whole
         for run_id in ids:
             assert await scene.steps(run_id) == ["a"]
     await scene.store.purge(scope=ALL, limit=10)
     assert belongings(room, ids) == 0
+    assert list(await scene.store.audit(scope=ALL)) == []
+
+
+@pytest.mark.parametrize("ends", ["goes on", "is killed"])
+@pytest.mark.parametrize("command", range(COMMANDS))
+async def test_a_second_purger_before_any_command_of_the_first_harms_neither(
+    scene: Scene, opened: Open, room: Room, interrupt: Interrupt, command: int, ends: str
+) -> None:
+    """Also where the first one never comes back."""
+    other = await opened()
+    ids = await ended_runs(scene, 3)
+    counts: list[int] = []
+
+    async def second() -> None:
+        counts.append(await aside(other.purge(scope=ALL, limit=10)))
+        if ends == "is killed":
+            raise Killed
+
+    interrupt(command, second)
+    try:
+        counts.append(await scene.store.purge(scope=ALL, limit=10))
+    except Killed:
+        assert ends == "is killed"
+    assert sum(counts) == (3 if ends == "goes on" or command == 0 else 0)
+    assert belongings(room, ids) == 0
+    assert list(await scene.store.audit(scope=ALL)) == []
+
+
+@pytest.mark.parametrize("command", range(COMMANDS))
+async def test_a_retry_before_any_command_of_a_purge_finds_a_whole_run_or_none(
+    scene: Scene, room: Room, interrupt: Interrupt, command: int
+) -> None:
+    """Before the tombstone it wins and the purge leaves that run alone; after it there is no run."""
+    retried, *others = await ended_runs(scene, 3)
+    answers: list[str] = []
+
+    async def retry() -> None:
+        try:
+            answers.append((await aside(scene.store.retry(retried, scope=ALL, attempts=1))).status)
+        except NotFound:
+            answers.append("gone")
+
+    interrupt(command, retry)
+    purged = await scene.store.purge(scope=ALL, limit=10)
+    assert (answers, purged) == ((["pending"], 2) if command == 0 else (["gone"], 3))
+    assert belongings(room, others) == 0
+    if command == 0:
+        assert await scene.steps(retried) == ["a"]
+    else:
+        assert belongings(room, [retried]) == 0
     assert list(await scene.store.audit(scope=ALL)) == []
 
 
