@@ -21,6 +21,8 @@ The next ones run tests of the whole at full length:
     statemachine   the whole protocol of the stores against the oracle
     postgres   conformance, state machine, races and the backend's own tests on the oldest and the newest PostgreSQL
     restarts   crashes of a PostgreSQL server under a flow of runs
+    migrations eight processes that migrate an empty PostgreSQL database at once
+    plans      the plans of the hot statements of PostgreSQL among 200,000 runs of each kind
 
 To add a suite of that last kind: tests that read their length from an environment variable, and a session of two lines that
 calls `_long` with their path and the variable. To add a suite to the whole: put it below tests/ and give
@@ -213,6 +215,18 @@ def mongo(session: nox.Session) -> None:
         DURABLE_MONGO_STATE_EXAMPLES="300",
         DURABLE_MONGO_STATE_STEPS="60",
     )
+
+
+@nox.session
+def migrations(session: nox.Session) -> None:
+    """8 processes migrate an empty PostgreSQL database at once, 20 times."""
+    _long(session, "postgres/test_migrations", DURABLE_POSTGRES_MIGRATION_ROUNDS="20")
+
+
+@nox.session
+def plans(session: nox.Session) -> None:
+    """200,000 pending, delayed and finished runs and 50,000 suspended and unknown ones beside what the hot statements take."""
+    _long(session, "postgres/test_plans", DURABLE_POSTGRES_PLAN_ROWS="200000")
 
 
 # ------------------------------------------------------------------------------------------------------------- the tools

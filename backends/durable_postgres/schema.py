@@ -49,6 +49,11 @@ WHERE n.nspname = $1
 """
 SCHEMA_THERE: Final = "SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = $1"
 TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock($1, $2)"
+# Who holds the lock does nothing meanwhile, for as long as a build takes: no time-out of the role may end that transaction.
+NO_TIMEOUTS: Final = """
+SELECT set_config(name, '0', true) FROM pg_catalog.pg_settings
+WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')
+"""
 
 _TABLE: Final = re.compile(r"CREATE TABLE (\w+) \((.*?)\)( WITH \(.*\))?$")
 _VIEW: Final = re.compile(r"CREATE (?:OR REPLACE )?VIEW (\w+)")
@@ -212,6 +217,7 @@ async def _alone(database: Database, guard: psycopg.AsyncConnection[Row]) -> Asy
     until = loop.time() + LOCK_PATIENCE
     while True:
         await database.ask(guard, [Ask(BEGIN)])
+        await database.ask(guard, [Ask(NO_TIMEOUTS)])
         (answer,) = await database.ask(guard, [Ask(TRY_LOCK, (database.naming.key, LOCK))])
         if answer.rows[0][0]:
             # By the simple protocol: the extended one keeps the snapshot of its last statement, and a concurrent build would wait for it.
@@ -241,6 +247,9 @@ async def _apply(database: Database, con: psycopg.AsyncConnection[Row], migratio
         match = _INDEX.match(statement)
         if match is not None:  # an earlier start of this migration may have left it, whole or invalid
             await _build(database, con, match[2], statement)
+        elif _DROPPED.match(statement):
+            drop = Ask(_DROPPED.sub(r"DROP INDEX CONCURRENTLY IF EXISTS \1", statement))
+            await _patiently(lambda drop=drop: database.ask(con, [drop]))  # type: ignore[misc]
         else:
             asks = [Ask(LOCK_TIMEOUT), Ask(statement)]
             await _patiently(lambda asks=asks: _in_transaction(database, con, asks))  # type: ignore[misc]
@@ -259,7 +268,7 @@ async def _in_transaction(database: Database, con: psycopg.AsyncConnection[Row],
         raise
 
 
-async def _patiently(attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def _patiently(attempt: Callable[[], Coroutine[Any, Any, object]]) -> None:
     """A change of a table waits behind whoever reads it, and everybody else waits behind the change: so it waits a moment only, lets
     the others through, and tries again."""
     loop = asyncio.get_running_loop()
@@ -283,6 +292,11 @@ async def _rebuild(database: Database, con: psycopg.AsyncConnection[Row], wanted
 
 
 async def _build(database: Database, con: psycopg.AsyncConnection[Row], name: str, statement: str) -> None:
+    """Concurrently. A build whose process was killed may go on in the server: who meets it in a dead-lock looks again."""
+    await _patiently(lambda: _build_once(database, con, name, statement))
+
+
+async def _build_once(database: Database, con: psycopg.AsyncConnection[Row], name: str, statement: str) -> None:
     (answer,) = await database.ask(con, [Ask(INDEXES, (database.naming.schema,))])
     there = {row[0]: row[1] for row in answer.rows}.get(database.naming.plain(name))
     if there is True:

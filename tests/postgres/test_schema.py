@@ -1,29 +1,22 @@
-"""Tables, migrations and names (rules 60, 69): what is published is what is migrated, whoever migrates, whenever it is interrupted."""
+"""Tables, names and the first contact with them (rules 60, 69): what is published is what is migrated, and what is missing is told."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from postgres.conftest import Open, until
+from postgres.conftest import Open
 from servers.postgres import Database, server
 
 from durable.errors import ConfigurationError, SchemaMismatch
 from durable.model import Names, RunQuery
 from durable.settings import Settings
-from durable.storekit import TABLES, Migration, statements
+from durable.storekit import TABLES
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_postgres import Store, backend, schema
-from durable_postgres.connection import Database as Connections
-from durable_postgres.opening import read
 
 ROOT = Path(__file__).parents[2]
 CATALOG = """
@@ -240,154 +233,7 @@ async def test_a_migration_that_was_applied_with_another_text_is_refused(databas
         await opened()
 
 
-# -- migrating ----------------------------------------------------------------------------------------------------------------
-
-LIVE = Migration(
-    version=len(schema.migrations()) + 1,
-    name="0900_live",
-    text="-- not transactional\nALTER TABLE durable_run ADD COLUMN IF NOT EXISTS later integer;\n"
-    "CREATE INDEX CONCURRENTLY durable_run_later ON durable_run (later);\n",
-)
-INDEX = Migration(
-    version=len(schema.migrations()) + 1,
-    name="0900_index",
-    text="-- not transactional\nCREATE INDEX CONCURRENTLY durable_run_later ON durable_run (forked_from);\n",
-)
-
-
-def connections(database: Database) -> Connections:
-    return Connections(read(database.url, Settings()), Settings(), Names())
-
-
-async def test_a_migration_of_live_tables_builds_its_index_concurrently(database: Database, scene: Scene) -> None:
-    """A writer that is in the middle of something is waited for, and nobody is made to wait meanwhile."""
-    todo = [*schema.migrations(), INDEX]
-    writer = await psycopg.AsyncConnection.connect(database.url)
-    await writer.execute("UPDATE durable_run SET priority = 1")
-    con = connections(database)
-    migrating = asyncio.create_task(schema.migrate(con, todo))
-    building = "SELECT 1 FROM pg_stat_activity WHERE query LIKE '%CONCURRENTLY%' AND wait_event_type = 'Lock' AND pid <> pg_backend_pid()"
-    await until(lambda: migrating.done() or run(database, building), "the build to wait for the writer")
-    await scene.take()  # the tables can be written meanwhile
-    await writer.commit()
-    assert (await migrating).missing == []
-    await writer.close()
-    await con.close()
-
-
-async def test_a_change_of_a_table_that_somebody_reads_holds_up_nobody(database: Database, scene: Scene) -> None:
-    """It would stand in front of everybody who comes after it: so it waits a moment, lets them through, and tries again."""
-    todo = [*schema.migrations(), LIVE]
-    reader = await psycopg.AsyncConnection.connect(database.url)
-    await reader.execute("SELECT 1 FROM durable_run")
-    con = connections(database)
-    migrating = asyncio.create_task(schema.migrate(con, todo))
-    waiting = "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'ALTER%' AND wait_event_type = 'Lock' AND pid <> pg_backend_pid()"
-    await until(lambda: run(database, waiting), "the change to wait for the reader")
-    await scene.take()  # waits at most for one moment of the migration
-    assert not migrating.done()
-    await reader.rollback()
-    assert (await migrating).missing == []
-    await reader.close()
-    await con.close()
-
-
-async def test_an_index_that_a_killed_build_left_invalid_is_dropped_and_built_again(database: Database) -> None:
-    todo = [*schema.migrations(), LIVE]
-    run(database, "ALTER TABLE durable_run ADD COLUMN later integer")
-    run(database, "CREATE INDEX durable_run_later ON durable_run (later)")
-    run(database, "UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'durable_run_later'::regclass")
-    con = connections(database)
-    status = await schema.migrate(con, todo)
-    assert (status.missing, run(database, "SELECT max(version) FROM durable_schema_version")) == ([], [(LIVE.version,)])
-    await con.close()
-
-
-async def test_many_migrations_with_a_concurrent_build_at_once_do_not_wait_for_each_other(database: Database) -> None:
-    """Who waited for the lock inside the server would be waited for by the build: both would stand still."""
-    todo = [*schema.migrations(), LIVE]
-    cons = [connections(database) for _ in range(6)]
-    answers = await asyncio.gather(*(schema.migrate(con, todo) for con in cons))
-    assert [list(answer.missing) for answer in answers] == [[]] * 6
-    for con in cons:
-        await con.close()
-
-
-PROGRAM = """
-import asyncio, sys
-from durable.settings import Settings
-from durable_postgres import backend
-async def main():
-    store = await backend.open(sys.argv[1], settings=Settings(), auto_migrate=True)
-    print((await store.migrate()).found)
-    await store.close()
-print("go", flush=True); sys.stdin.readline(); asyncio.run(main())
-"""
-
-
-def start_migration(database: Database) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, database.url],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "go\n"
-    return process
-
-
-def let_go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-@pytest.mark.parametrize("round_", range(int(os.environ.get("DURABLE_MIGRATION_ROUNDS", "1"))))
-def test_eight_processes_that_migrate_an_empty_database_at_once_make_one_schema(
-    database: Database, empty: Database, round_: int
-) -> None:
-    processes = [start_migration(empty) for _ in range(8)]
-    for process in processes:
-        let_go(process)
-    answers = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 8, answers
-    assert catalog(empty) == catalog(database)
-
-
-def test_a_migration_that_is_killed_in_the_middle_is_resumed(database: Database, empty: Database) -> None:
-    """kill -9 while it waits in the middle of the file; nothing of it is left, and the next one does all of it."""
-    blocker = psycopg.connect(empty.url)
-    # The first thing that meets this name waits for us: in the middle of the transaction of the migration.
-    blocker.execute("CREATE TABLE durable_permit (x integer)")
-    process = start_migration(empty)
-    let_go(process)
-    waiting = (
-        "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'CREATE TABLE%durable_permit%'"
-    )
-    limit = time.monotonic() + 60
-    while not run(empty, waiting):
-        assert time.monotonic() < limit, process.poll()
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    blocker.rollback()
-    blocker.close()
-    assert not [row for row in catalog(empty) if row[0] == "relation" and row[1].startswith("durable_run")]
-    again = start_migration(empty)
-    let_go(again)
-    out, err = again.communicate(timeout=100)
-    assert (again.returncode, out) == (0, f"{schema.migrations()[-1].version}\n"), err
-    assert catalog(empty) == catalog(database)
-
-
-def test_every_migration_says_whether_it_runs_in_one_transaction() -> None:
-    for migration in schema.migrations():
-        assert isinstance(schema.transactional(migration), bool)
-        assert schema.transactional(migration) or not any("CREATE TABLE" in one for one in statements(migration.text))
-    with pytest.raises(ConfigurationError, match="transactional"):
-        schema.transactional(Migration(version=1, name="0001_bad", text="CREATE TABLE x (a integer);"))
+# -- as text ------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_wanted_is_read_from_the_migrations(database: Database) -> None:
