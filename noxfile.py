@@ -56,7 +56,7 @@ BUDGETS = {  # seconds of test time, added up over the processes; the first patt
     "plans": ("tests/plans/*", 90),
     "conformance": ("tests/conformance/*", 120),
     "sqlite": ("tests/sqlite/*", 60),
-    "one program, three stores": ("tests/stores/*", 90),
+    "one program and the examples, three stores": ("tests/stores/*", 150),
     "typing": ("tests/typing/*", 90),
     "engine": ("tests/engine/*", 180),
     "replay": ("tests/replay/*", 120),

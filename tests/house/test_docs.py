@@ -1,7 +1,8 @@
 """The documents keep what they say: their Python runs, their commands exist, their links lead somewhere.
 
-A Python block stands alone and is run as a program in an empty directory, with DURABLE_URL set to a fresh SQLite file. A block
-that can not run here carries the comment `# not run` with its reason.
+A Python block stands alone and is run as a program in an empty directory, with DURABLE_URL set to a fresh database: here a SQLite file,
+in `stores/test_examples.py` the other stores. One that imports a store's driver belongs to that store. A block that can not run anywhere
+carries the comment `# not run` with its reason.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(?P<title>.+?) *$", re.MULTILINE)
 NOT_RUN = "# not run"
+DRIVERS = {
+    "sqlite": re.compile(r"^(?:import|from) sqlite3\b", re.MULTILINE),
+    "postgresql": re.compile(r"^(?:import|from) (?:psycopg|asyncpg|sqlalchemy)\b", re.MULTILINE),
+    "mongodb": re.compile(r"^(?:import|from) (?:pymongo|motor|bson)\b", re.MULTILINE),
+}
+SQLITE_URL = re.compile(r"sqlite:///[\w./]+")
 
 
 class Block(NamedTuple):
@@ -58,8 +65,31 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 yield f"{block.document.relative_to(ROOT)}:{block.line + offset}", words
 
 
+def runnable(store: str) -> list[Block]:
+    """The blocks that are programs for this store: those that name no driver, or its own."""
+    plain = [block for block in PYTHON if NOT_RUN not in block.text]
+    named = {block: {name for name, driver in DRIVERS.items() if driver.search(block.text)} for block in plain}
+    return [block for block in plain if named[block] in (set(), {store})]
+
+
+def run(block: Block, place: Path, url: str) -> None:
+    """The block as a program of its own, warnings being errors, with nothing but a fresh directory and the URL."""
+    program = place / "example.py"
+    text = block.text if url.startswith("sqlite") else SQLITE_URL.sub(lambda _: url, block.text)
+    program.write_text(text, encoding="utf-8")
+    answer = subprocess.run(
+        [sys.executable, "-W", "error", program.name],
+        cwd=place,
+        env={**os.environ, "DURABLE_URL": url, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert answer.returncode == 0, f"{block.place}\n{answer.stdout}\n{answer.stderr}"
+
+
 PYTHON = list(blocks("python"))
-RUN = [block for block in PYTHON if NOT_RUN not in block.text]
 OURS = [(place, words) for place, words in commands() if words[0] == "durable"]
 DEV = [(place, words) for place, words in commands() if words[:2] == ["python3", "dev.py"]]
 
@@ -70,21 +100,10 @@ def test_each_python_block_compiles(block: Block) -> None:
     compile(block.text, block.place, "exec")
 
 
-@pytest.mark.parametrize("block", RUN, ids=lambda block: block.place)
+@pytest.mark.parametrize("block", runnable("sqlite"), ids=lambda block: block.place)
 def test_each_python_block_runs(block: Block, tmp_path: Path) -> None:
-    """As a program of its own, warnings being errors, with nothing but a fresh directory."""
-    program = tmp_path / "example.py"
-    program.write_text(block.text, encoding="utf-8")
-    answer = subprocess.run(
-        [sys.executable, "-W", "error", program.name],
-        cwd=tmp_path,
-        env={**os.environ, "DURABLE_URL": f"sqlite:///{tmp_path / 'example.db'}", "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert answer.returncode == 0, f"{block.place}\n{answer.stdout}\n{answer.stderr}"
+    """On SQLite, as written."""
+    run(block, tmp_path, f"sqlite:///{tmp_path / 'example.db'}")
 
 
 @pytest.mark.parametrize(("place", "words"), OURS, ids=[" ".join(words) for _, words in OURS])
