@@ -12,7 +12,7 @@ from typing import Final
 
 from durable.errors import DurableError
 from durable.model import Check
-from durable.settings import SECOND
+from durable.settings import SECOND, Settings
 from durable.storekit import pending
 
 from . import schema
@@ -24,13 +24,16 @@ from .operation import Ask, Operation, Row, Work, together
 
 SKEW: Final = SECOND
 """A clock of this machine that is further off shows instants in logs that the store has never seen; leases are not harmed."""
+BESIDE: Final = 2
+"""Connections of a worker beside its pool: that of the renewal thread, and the listener."""
 DEAD: Final = 1_000_000
+DEFAULT_SLOTS: Final = Settings().transaction_slots
 WAITS: Final = 300 * SECOND
 SERVER: Final = """
 SELECT current_setting('server_version_num')::integer, current_setting('default_transaction_isolation'),
     current_setting('synchronous_commit'), current_setting('fsync'), current_setting('max_connections')::integer,
     current_setting('superuser_reserved_connections')::integer, pg_is_in_recovery(), clock_timestamp(),
-    (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend')::integer
+    (SELECT sum(numbackends) FROM pg_stat_database)::integer
 """
 DEAD_ROWS: Final = """
 SELECT relname, n_dead_tup FROM pg_stat_user_tables WHERE schemaname = $1 AND relname = ANY ($2::text[]) AND n_dead_tup > $3
@@ -157,7 +160,8 @@ def _server(row: Row, here: int, doubt: int) -> list[Check]:
 def _connections(database: Database, row: Row, workers: list[Row]) -> Check:
     """All workers against the server's limit (68)."""
     most, used = row[4] - row[5], row[8]
-    wanted = sum(int(json.loads(settings).get("transaction_slots", 4)) + SPARE for _, settings in workers)
+    slots = [int(json.loads(settings).get("transaction_slots", DEFAULT_SLOTS)) for _, settings in workers]
+    wanted = sum(slots) + len(slots) * (SPARE + BESIDE)
     text = f"{len(workers)} live worker(s) may open {wanted} connections, {used} are open; the server takes {most}"
     if max(wanted, database.address.pool_size) > most:
         return Check(

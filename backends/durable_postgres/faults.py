@@ -40,7 +40,7 @@ _STATES: Final[dict[str, _Known]] = {
     "42703": (SchemaMismatch, "a column is missing", _MIGRATE),
     "3F000": (SchemaMismatch, "the schema is missing", _MIGRATE),
     "42P10": (SchemaMismatch, "a unique index is missing", _MIGRATE),
-    "42501": (StoreError, "the role may not do that", "grant it what docs/backends/postgres.md lists"),
+    "42501": (StoreError, "the role may not do that", "grant it what docs/postgresql.md lists"),
     "22021": (StoreError, "text that PostgreSQL can not hold", _TEXT),
     "22P05": (StoreError, "text that PostgreSQL can not hold", _TEXT),
     "22P02": (StoreError, "a payload that is no JSON", "pass what the codec wrote"),

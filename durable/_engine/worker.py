@@ -378,7 +378,15 @@ class Worker:
             queues={name: limit if own is None else own for name, own in self._queue_limits.items()},
             functions=tuple((function.name, function.version) for function in self._registry),
             family=REPLAY_FAMILY,
-            settings=json.dumps({"lease": self.lease, "concurrency": limit, "max_reclaims": self.max_reclaims}),
+            settings=json.dumps(
+                {
+                    "lease": self.lease,
+                    "concurrency": limit,
+                    "max_reclaims": self.max_reclaims,
+                    "mismatch_limit": self.settings.mismatch_limit,
+                    "transaction_slots": self.settings.transaction_slots,
+                }
+            ),
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,16 @@ async def until(condition: Callable[[], Any], what: str) -> Any:
                 return value
             await asyncio.sleep(0.01)
     pytest.fail(f"waited in vain for {what}")
+
+
+def pretending(database: Database, function: str, returns: str, body: str) -> str:
+    """The URL of a database in which a function of the test's is found before the server's own."""
+    with database.connect() as con:
+        con.execute("CREATE SCHEMA IF NOT EXISTS pretended")
+        con.execute(
+            f"CREATE FUNCTION pretended.{function} RETURNS {returns} LANGUAGE sql STABLE AS $pretended$ SELECT {body} $pretended$"
+        )
+    return f"{database.url}?options={urllib.parse.quote('-c search_path=pretended,pg_catalog,public')}"
 
 
 @pytest.fixture(scope="session")

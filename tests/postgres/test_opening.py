@@ -1,34 +1,25 @@
-"""URLs, the first contact and the doctor (rules 64, 68, 69): what can not work is refused with a sentence that says what to do."""
+"""URLs and the first contact (rules 64, 68, 69): what can not work is refused with a sentence that says what to do."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import urllib.parse
 from typing import Any
 
+import psycopg
 import pytest
-from servers.postgres import Database
+from postgres.conftest import pretending
+from servers.postgres import Database, server
 
 from durable.errors import ConfigurationError, StoreUnavailable
-from durable.model import ALL, RunQuery, WorkerRecord
+from durable.model import ALL, RunQuery
 from durable.settings import HOUR, SECOND, Settings
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_postgres import Store, backend
 from durable_postgres.opening import read
-
-WORKER: dict[str, Any] = {
-    "worker_id": "w1",
-    "tenant": None,
-    "bound": False,
-    "host": "here",
-    "pid": 1,
-    "queues": {"default": 1},
-    "functions": [("work", None)],
-    "family": "3.12",
-    "settings": '{"transaction_slots":4,"max_reclaims":5}',
-}
 
 
 def free_port() -> int:
@@ -104,6 +95,31 @@ async def test_another_isolation_default_refuses_to_start_and_says_how_to_reset_
     await (await backend.open(f"{database.url}?options={options}", settings=Settings())).close()
 
 
+async def test_a_server_that_is_too_old_is_refused(database: Database) -> None:
+    """Its version, as a function of the test's that is looked up before the server's own says it."""
+    url = pretending(
+        database,
+        "current_setting(text)",
+        "text",
+        "CASE $1 WHEN 'server_version_num' THEN '140012' ELSE pg_catalog.current_setting($1) END",
+    )
+    with pytest.raises(ConfigurationError, match="PostgreSQL 14") as caught:
+        await backend.open(url, settings=Settings())
+    assert "15" in str(caught.value)
+
+
+async def test_a_database_that_can_not_hold_every_text_is_refused() -> None:
+    name = f"latin_{os.getpid()}"
+    with psycopg.connect(server().url, autocommit=True) as con:
+        con.execute(f"CREATE DATABASE {name} ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+    try:
+        with pytest.raises(ConfigurationError, match="LATIN1") as caught:
+            await backend.open(server().url_of(name), settings=Settings())
+        assert "UTF8" in str(caught.value)
+    finally:
+        server().drop(name)
+
+
 async def test_every_transaction_is_read_committed_by_its_own_statement(database: Database, store: Store) -> None:
     """Also where the default is changed while the store is open (64)."""
     scene = Scene(store, None)  # type: ignore[arg-type]
@@ -154,66 +170,6 @@ async def test_what_would_refuse_at_the_start_refuses_at_first_contact(database:
     with pytest.raises(ConfigurationError, match="isolation"):
         await store.get(["x"], scope=ALL)
     await store.close()
-
-
-# -- doctor ---------------------------------------------------------------------------------------------------------------------
-
-
-async def levels(store: Store) -> dict[str, str]:
-    return {check.name: check.level for check in await store.check()}
-
-
-async def test_the_doctor_finds_nothing_wrong_with_a_sound_store(store: Store) -> None:
-    found = await levels(store)
-    assert {
-        "server",
-        "schema",
-        "indexes",
-        "isolation",
-        "durability",
-        "clock",
-        "connections",
-        "dead rows",
-        "ready",
-        "functions",
-        "limits",
-    } <= {*found}
-    assert {name for name, level in found.items() if level != "ok"} <= {
-        "durability"
-    }  # the server of the tests has fsync = off
-
-
-async def test_the_doctor_adds_up_all_workers_against_the_servers_limit(database: Database, store: Store) -> None:
-    for number in range(30):
-        await store.register(WorkerRecord(**{**WORKER, "worker_id": str(number)}))
-    (check,) = [check for check in await store.check() if check.name == "connections"]
-    assert check.level == "warn"
-    assert "30 live worker(s) may open 300 connections" in check.text
-
-
-async def test_the_doctor_names_runs_that_no_live_worker_knows(store: Store) -> None:
-    await store.enqueue([new_run(name="unknown") for _ in range(2)])
-    await store.register(WorkerRecord(**WORKER))
-    await store.enqueue([new_run()])
-    (check,) = [check for check in await store.check() if check.name == "functions"]
-    assert check.level == "warn"
-    assert "'unknown' in queue 'default' (2)" in check.text
-    assert "'work'" not in check.text
-
-
-async def test_the_doctor_names_limits_on_which_workers_disagree(store: Store) -> None:
-    await store.register(WorkerRecord(**WORKER))
-    await store.register(WorkerRecord(**{**WORKER, "worker_id": "w2", "settings": '{"max_reclaims":3}'}))
-    (check,) = [check for check in await store.check() if check.name == "limits"]
-    assert (check.level, "max_reclaims: 3, 5" in check.text) == ("warn", True)
-
-
-async def test_the_doctor_sees_work_that_has_been_ready_for_long(database: Database, store: Store) -> None:
-    await store.enqueue([new_run()])
-    with database.connect() as con:
-        con.execute("UPDATE durable_run SET updated_at = updated_at - interval '1 hour'")
-    (check,) = [check for check in await store.check() if check.name == "ready"]
-    assert (check.level, "1:00:0" in check.text) == ("warn", True)
 
 
 # -- several loops ----------------------------------------------------------------------------------------------------------------
