@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from servers.postgres import Database
 
 from durable.errors import Conflict, DurableError, StoreUnavailable
 from durable.model import ALL
+from durable.settings import SECOND
 from durable.testing.conformance.scenario import Scene, new_run
 from durable.testing.conformance.test_lost_answers import WRITES, state
 
@@ -86,6 +88,44 @@ async def test_a_write_whose_connection_is_cut_at_any_moment_makes_one_effect_wh
     await answered(lambda: call(store))
     assert await state(quiet) == once, name
     assert list(await quiet.store.audit(scope=ALL)) == []
+
+
+async def test_a_transaction_whose_connection_is_cut_at_any_moment_pays_once(database: Database, scene: Scene) -> None:
+    """The caller's rows and the record commit together; repeated after a cut at any moment, there is one of both (26, 42)."""
+    with database.connect() as con:
+        con.execute("CREATE TABLE paid (run_id text)")
+        for _ in range(12):
+            held = await scene.take()
+            pay = await _payment(scene, held.run.run_id)
+            call = functools.partial(scene.store.transaction, held.lease, pay, timeout=5 * SECOND)
+            paying = asyncio.create_task(_paid(call))
+            for _ in range(3):
+                await asyncio.sleep(random.uniform(0, 0.004))
+                con.execute(CUT)
+            assert (await paying).state in ("appended", "recorded")
+            assert con.execute("SELECT count(*) FROM paid WHERE run_id = %s", (held.run.run_id,)).fetchone() == (1,)
+            assert [record.step_id for record in await answered(lambda: scene.history(held.run.run_id))] == ["pay"]  # noqa: B023
+    assert list(await scene.store.audit(scope=ALL)) == []
+
+
+async def _payment(scene: Scene, run_id: str) -> Any:
+    record = await scene.record(run_id, "pay")
+
+    async def pay(con: Any) -> Any:
+        await con.execute("INSERT INTO paid VALUES (%s)", (run_id,))
+        return record
+
+    return pay
+
+
+async def _paid(call: Any) -> Any:
+    """Repeat it, as the engine does, also where the user's own statement met the cut: its error passes through as it is (41)."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await call()
+            except (StoreUnavailable, psycopg.OperationalError):
+                await asyncio.sleep(0.01)
 
 
 async def test_a_fail_over_to_a_server_that_can_not_write_is_unavailable_and_ends_with_it(

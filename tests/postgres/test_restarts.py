@@ -199,3 +199,33 @@ async def test_crashes_of_the_server_lose_nothing_repeat_no_recorded_step_and_en
         f"\n{RESTARTS} crashes, {campaign.hit} of them in the middle of steps, {len(wanted)} runs, {campaign.refused} submits"
         f" repeated, {witness.repeated} steps cut off before their record and run again (seed {SEED}): no violation"
     )
+
+
+@durable.function(name="nothing_to_do", registry=durable.Registry("test_restarts"))
+async def nothing_to_do(ctx: durable.Context) -> str:
+    return "done"
+
+
+LISTENERS = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
+
+
+async def test_a_worker_is_not_healthy_while_the_server_is_away_and_recovers_with_its_listener(
+    own_server: Server,
+) -> None:
+    """Long after its lease the worker is still there; when the server is, it works, and is woken instead of polling (14, 67)."""
+    assert own_server.process is not None
+    database = own_server.create()
+    settings = {"poll": "60s", "poll_idle": "60s"}  # what is found at once, was told
+    async with (
+        durable.Client(database.url, settings=settings, auto_migrate=True) as client,
+        durable.Worker(client, functions=[nothing_to_do], lease="1s") as worker,
+    ):
+        assert await client.run(nothing_to_do) == "done"
+        assert worker.healthy
+        await asyncio.to_thread(own_server.process.stop, immediate=True)
+        await until(lambda: not worker.healthy, "bad health")
+        await asyncio.to_thread(own_server.process.start)
+        await until(lambda: worker.healthy, "good health")
+        with database.connect() as con:
+            await until(lambda: con.execute(LISTENERS).fetchall(), "the listener")
+        assert [await client.run(nothing_to_do) for _ in range(3)] == ["done"] * 3
