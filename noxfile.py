@@ -16,6 +16,7 @@ The next ones run tests of the whole at full length:
     fuzz    random programs, killed at every position
     races   conflicting operations in every order, with many trials
     chaos   kills at random moments over many runs and several processes
+    requirements   the requirements as data on PostgreSQL and MongoDB, with a crash after every record
     kills   kill -9 inside the writes of SQLite
     mongo   MongoDB: fail-overs of three nodes, plans beside many runs, races, the state machine
     statemachine   the whole protocol of the stores against the oracle
@@ -179,6 +180,12 @@ def statemachine(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """200 SIGKILLs over 1,000 runs and three worker processes on one file."""
     _long(session, "**/test_*chaos*", DURABLE_CHAOS_KILLS="200", DURABLE_CHAOS_RUNS="1000")
+
+
+@nox.session
+def requirements(session: nox.Session) -> None:
+    """Every requirement with a crash after every record, on the servers, too."""
+    _long(session, "conformance/test_requirements*", DURABLE_REQUIREMENT_CRASHES="1")
 
 
 @nox.session

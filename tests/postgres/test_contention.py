@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import os
 import random
@@ -137,9 +138,12 @@ async def test_claims_settles_cancels_signals_and_sweeps_at_once_dead_lock_nobod
 
 # -- a worker that stands still ---------------------------------------------------------------------------------------------------
 
+STEPS, LEASE = 60, 1
 WORKER = """
 import asyncio, sys
 import durable
+
+STEPS, LEASE = int(sys.argv[4]), sys.argv[5]
 
 async def effect(number: int) -> int:
     with open(sys.argv[2], "a") as file:
@@ -149,19 +153,28 @@ async def effect(number: int) -> int:
 @durable.function
 async def long_one(ctx: durable.Context) -> int:
     total = 0
-    for number in range(40):
+    for number in range(STEPS):
         total += await ctx.step(effect, number)
         await ctx.sleep("50ms")
     return total
 
 async def main():
-    settings = {"poll": "100ms", "poll_idle": "100ms", "lease": "1s"}
+    settings = {"poll": "100ms", "poll_idle": "100ms", "lease": LEASE}
     async with durable.Client(sys.argv[1], settings=settings) as client:
         await client.start(long_one.using(idempotency_key="the only one"))
         await durable.Worker(client).run()
 
 print("ready", flush=True); sys.stdin.readline(); asyncio.run(main())
 """
+
+
+def now(database: Database) -> datetime.datetime:
+    """By the server's clock."""
+    with database.connect() as con:
+        row = con.execute("SELECT clock_timestamp()").fetchone()
+    assert row is not None
+    assert isinstance(row[0], datetime.datetime)
+    return row[0]
 
 
 @pytest.mark.slow
@@ -171,18 +184,25 @@ async def test_a_worker_that_is_stopped_for_three_leases_and_continued_writes_no
     """SIGSTOP in the middle of a run; another worker ends it; SIGCONT: the first one's records, renewals and ends are refused."""
     log = tmp_path / "effects"
     log.touch()
-    first = start(WORKER, database.url, str(log), "first")
-    second = start(WORKER, database.url, str(log), "second")
+    first, second = (
+        start(WORKER, database.url, str(log), name, str(STEPS), f"{LEASE}s") for name in ("first", "second")
+    )
     try:
         go(first)
         await until(lambda: log.read_text().count("first") >= 3, "the first worker to work")
         os.kill(first.pid, signal.SIGSTOP)
+        since = now(database)
         (run,) = await scene.runs()
         run_id, seen = run.run_id, run.attempts
         go(second)
         await until(lambda: "second" in log.read_text(), "the second worker to take over")
+        await until(lambda: now(database) > since + datetime.timedelta(seconds=3 * LEASE), "three leases to pass")
         stopped = [record.step_id for record in await scene.history(run_id) if record.fence == seen]
+        woken = now(database)
         os.kill(first.pid, signal.SIGCONT)
+        with database.connect() as con:
+            alive = "SELECT 1 FROM durable_worker WHERE pid = %s AND seen_at > %s"
+            await until(lambda: con.execute(alive, (first.pid, woken)).fetchone(), "the first worker to come back")
 
         async def ended() -> bool:
             return (await scene.get(run_id)).status == Status.COMPLETED
@@ -191,8 +211,8 @@ async def test_a_worker_that_is_stopped_for_three_leases_and_continued_writes_no
         journal = await scene.history(run_id)
         assert [record.step_id for record in journal if record.fence == seen] == stopped
         values = [json.loads(record.result)["v"] for record in journal if record.kind == RecordKind.STEP]
-        assert values == list(range(40))
-        assert (await scene.get(run_id)).output == str(sum(range(40)))
+        assert values == list(range(STEPS))
+        assert (await scene.get(run_id)).output == str(sum(range(STEPS)))
         assert list(await scene.store.audit(scope=ALL)) == []
     finally:
         for process in (first, second):
