@@ -15,13 +15,15 @@ from typing import Any, Literal, Protocol, TypeAlias
 from ..activation import Activation
 from ..clock import boottime
 from ..codec import Codec
-from ..errors import LeaseLost, StoreUnavailable
+from ..errors import LeaseLost, NotFound, StoreUnavailable
 from ..events import BodyAbandoned, CodeChanged, EngineFault, Events, LeaseLapsed, RunMismatched, RunRested, RunSettled
 from ..function import Function
+from ..graph import results_wanted, with_results
 from ..model import (
     Claimed,
     Completed,
     ErrorKind,
+    Failed,
     HandedBack,
     Inbox,
     Instant,
@@ -30,6 +32,7 @@ from ..model import (
     NewRecord,
     Outcome,
     Retry,
+    RunRecord,
     StepRecord,
     Suspended,
 )
@@ -38,11 +41,14 @@ from ..replay import Ending, Interrupted, Mismatch, PutAside, Rest
 from ..settings import SECOND, Micros, Settings
 from .journal import Journal, Lane
 from .leases import Hold, Leases
-from .outcomes import cancelled_by_ask, growing_delay, outcome_of, time_limit
+from .outcomes import cancelled_by_ask, failure_of, growing_delay, outcome_of, time_limit
 from .slots import Slots, Threads
 
 TEARDOWN_LIMIT: Micros = 10 * SECOND
 """How long a body that is put aside may take to die before it is left to itself."""
+
+ASK_AGAIN = 0.2
+"""Seconds until a store that gave no answer is asked again."""
 
 Why: TypeAlias = Literal["suspend", "hand_back", "lost"]
 
@@ -145,6 +151,13 @@ class Running:
         claimed, inbox = self.claimed, None
         if self.host.events.wanted and claimed.history and claimed.run.fingerprint != self.function.fingerprint:
             self.host.events.emit(CodeChanged(run_id=claimed.run.run_id, name=claimed.run.name))
+        try:
+            if wanted := results_wanted(claimed.run):
+                claimed = dataclasses.replace(claimed, run=with_results(claimed.run, await self._read(wanted)))
+        except NotFound as error:
+            lost = Failed(failure=failure_of(error, ErrorKind.PAYLOAD))
+            self._report(lost, await self._settle(lost))
+            return
         while True:
             if not self.hold.valid():
                 self.hold.lose("it had ended before the body began")
@@ -298,12 +311,18 @@ class Running:
         self.hold.gone = self.hold.gone or why
         self._task.cancel()
 
+    @property
+    def interrupted(self) -> bool:
+        """A cancel or a time-out was delivered. What the body waits for after that, in a shield, it waits for in this worker: over an
+        ask the store lands no suspension (43), and none lasts past a deadline (12)."""
+        return self._activation is not None and self._activation.interruption is not None
+
     def suspend(self) -> None:
-        """Let a run that rests leave memory (30)."""
+        """Let a run that rests leave memory (30); one that was interrupted goes to another worker."""
         rest = self._activation.rest if self._activation is not None else None
         if self.resting and rest is not None and self._aside is None:
             self._rest = rest
-            self.set_aside("suspend")
+            self.set_aside("hand_back" if self.interrupted else "suspend")
 
     # -- what the activation asks for (Recorder) --------------------------------------------------------------------------
 
@@ -336,6 +355,16 @@ class Running:
             raise LeaseLost(f"run {self.hold.lease.run_id}: another worker holds it now; the transaction left nothing")
         return answer.record
 
+    async def _read(self, run_ids: Sequence[str]) -> Sequence[RunRecord | None]:
+        """Other runs of its tenant. Asks again, while the lease lasts, where the store gives no answer."""
+        while True:
+            try:
+                return await self.host.store.get(run_ids, scope=self.claimed.run.tenant)
+            except StoreUnavailable:
+                if not self.hold.valid():
+                    raise
+                await asyncio.sleep(ASK_AGAIN)
+
     async def inbox(self) -> Inbox:
         """What came from outside."""
         lease = self.hold.lease
@@ -366,6 +395,8 @@ class Running:
                 RunRested(run_id=self.hold.lease.run_id, until=rest.until, waiting_for=rest.waiting_for)
             )
         crowded = self.host.rests(self, rest)
+        if self.interrupted:
+            return
         loop = asyncio.get_running_loop()
         if crowded or (rest.until is not None and rest.until - self.clock() > self.settings.park_after):
             self._park = loop.call_later(0, self.suspend)

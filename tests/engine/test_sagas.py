@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
-from engine.conftest import until
+from engine.conftest import Seen, until
 
 import durable
 from durable import Registry
 from durable._engine.worker import REPLAY_FAMILY
+from durable.events import RunClaimed, RunRested
 from durable.model import ClaimRequest, Status
+from durable.settings import HOUR
 
 declared = Registry("test_sagas")
 done: list[str] = []
@@ -70,6 +73,32 @@ async def holds(ctx: durable.Context) -> None:
         await ctx.step(pass_the_gate)
 
 
+@durable.step(retry=durable.Retry(None, initial="300ms", factor=1))
+async def unbook_late(what: str) -> None:
+    done.append(f"try to unbook {what}")
+    if not gate.is_set():
+        raise ConnectionError("the garage does not answer")
+
+
+@durable.function(registry=declared)
+async def undoes_late(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook_late, "car")
+        await saga.step(book, "car")
+        await ctx.sleep("1d")
+
+
+@durable.function(registry=declared)
+async def rests_in_a_shield(ctx: durable.Context) -> None:
+    await ctx.step(book, "car")
+    try:
+        await ctx.sleep("1d")
+    finally:
+        async with ctx.shield():
+            await ctx.sleep("300ms")
+            await ctx.step(unbook, "car")
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     global gate
@@ -90,6 +119,10 @@ async def test_a_run_that_has_undone_lands_failed_and_is_not_tried_again(client:
         assert run.failures == 1
         with pytest.raises(durable.Conflict):
             await run.retry()
+
+
+async def _is(run: durable.Run[Any], status: Status) -> bool:
+    return (await run.refresh()).status is status
 
 
 async def test_a_run_that_fails_past_its_pivot_lands_forward_incomplete_and_refuses_a_cancel(
@@ -136,6 +169,51 @@ async def test_a_run_out_of_time_undoes_and_lands_timed_out(
             await run.result()
         assert done in (["book car", "unbook car"], [])  # a slow machine may come to the limit before the first step
         assert await _has(client, run, "undo/1") is bool(done)
+
+
+@pytest.mark.parametrize(
+    ("function", "end"), [(undoes_late, "cancel"), (undoes_late, "deadline"), (rests_in_a_shield, "cancel")]
+)
+async def test_what_a_run_waits_for_after_its_end_was_asked_for_it_waits_for_in_its_worker(
+    function: durable.Function[[], Any], end: str
+) -> None:
+    """No suspension lands over an ask (43), and none lasts past a deadline (12): a run that tried would be woken at once, for ever."""
+    ahead = 0
+
+    def clock() -> int:
+        return time.time_ns() // 1_000 + ahead
+
+    settings = {"poll": "50ms", "poll_idle": "50ms", "park_after": "0ms"}
+    async with durable.Client("sqlite:///:memory:", settings=settings, clock=clock) as client:
+        seen = Seen()
+        client.events.attach(seen.append)
+        run = await client.start(function.using(deadline="1h"))
+        async with worker(client):
+            await until(lambda: _is(run, Status.SUSPENDED), "the rest")
+            if end == "cancel":
+                await run.cancel()
+            else:
+                ahead = 2 * HOUR
+            if function is undoes_late:
+                await until(lambda: done.count("try to unbook car") >= 2, "two tries")
+                gate.set()
+            with pytest.raises((durable.RunCancelled, durable.RunTimeout)):
+                await run.result()
+        assert len(seen.of(RunClaimed)) <= 2  # the first one, and the wake that told of the end
+        assert len(seen.of(RunRested)) <= len(done) + 1
+
+
+async def test_a_worker_that_stops_hands_back_what_rests_after_a_cancel(client: durable.Client) -> None:
+    run = await client.start(undoes_late)
+    async with worker(client):
+        await until(lambda: _has(client, run, "book"), "the booking")
+        await run.cancel()
+        await until(lambda: done.count("try to unbook car") >= 1, "a try")
+    assert (await run.refresh()).status is Status.PENDING
+    gate.set()
+    async with worker(client):
+        with pytest.raises(durable.RunCancelled):
+            await run.result()
 
 
 async def test_past_the_reclaim_limit_what_was_done_is_undone_and_the_run_lands_failed() -> None:
