@@ -18,6 +18,7 @@ The next ones run tests of the whole at full length:
     chaos   kills at random moments over many runs and several processes
     requirements   the requirements as data on PostgreSQL and MongoDB, with a crash after every record
     kills   kill -9 inside the writes of SQLite
+    encrypted   the whole conformance suite on encrypted payloads
     mongo   MongoDB: fail-overs of three nodes, plans beside many runs, races, the state machine
     statemachine   the whole protocol of the stores against the oracle
     postgres   conformance, state machine, races and the backend's own tests on the oldest and the newest PostgreSQL
@@ -234,6 +235,12 @@ def migrations(session: nox.Session) -> None:
 def plans(session: nox.Session) -> None:
     """200,000 pending, delayed and finished runs and 50,000 suspended and unknown ones beside what the hot statements take."""
     _long(session, "postgres/test_plans", DURABLE_POSTGRES_PLAN_ROWS="200000")
+
+
+@nox.session
+def encrypted(session: nox.Session) -> None:
+    """Every room of the conformance suite through encryption."""
+    _long(session, "conformance/test_encrypted", DURABLE_ENCRYPTED_SUITE="all")
 
 
 # ------------------------------------------------------------------------------------------------------------- the tools

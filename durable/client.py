@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar, overload
 from uuid import UUID
 
-from .codec import Codec
+from .codec import Codec, Keys
 from .config import resolve
 from .errors import ConfigurationError, Conflict, Misuse, NotFound
 from .events import Events
@@ -67,7 +67,8 @@ class Client:
 
     Everything it does is done for one tenant: a plain client for the untagged runs, `client.using(tenant=…)` for that tenant's,
     `client.all_tenants()` for everybody's (semantics 57). Arguments left out are taken from the environment, a file, or the
-    defaults; see `config`.
+    defaults; see `config`. With `encryption_key` (32 bytes, their base64 text, or several of them, of which the first encrypts)
+    payloads are encrypted at rest; ids, keys, tags and names are not (semantics 72). Raises ConfigurationError for a key that is none.
     """
 
     def __init__(
@@ -79,8 +80,16 @@ class Client:
         tables: Mapping[str, str] | None = None,
         auto_migrate: bool | None = None,
         clock: Callable[[], Instant] | None = None,
+        encryption_key: Keys | None = None,
     ) -> None:
-        config = resolve(url, settings=settings, schema=schema, tables=tables, auto_migrate=auto_migrate)
+        config = resolve(
+            url,
+            settings=settings,
+            schema=schema,
+            tables=tables,
+            auto_migrate=auto_migrate,
+            encryption_key=encryption_key,
+        )
         self._opened = Opened(config, clock=clock)
         self._scope: Scope = None
         self._bound = False

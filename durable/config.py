@@ -1,12 +1,13 @@
 """Where the store is and how it is opened: arguments over the environment over a file over defaults.
 
 `Client` and the command line ask `resolve`, then `open_store`. The environment: `DURABLE_URL`, `DURABLE_SCHEMA`,
-`DURABLE_AUTO_MIGRATE` and `DURABLE_<SETTING>` for each name of `settings.Settings`. The file: `durable.toml` in the working
-directory or the nearest one above it, else `[tool.durable]` of the nearest `pyproject.toml`. Without any of them the store is
-`sqlite:///durable.db` in the working directory: a file that stays, so that a newcomer's runs survive the process.
+`DURABLE_AUTO_MIGRATE`, `DURABLE_ENCRYPTION_KEY` and `DURABLE_<SETTING>` for each name of `settings.Settings`. The file:
+`durable.toml` in the working directory or the nearest one above it, else `[tool.durable]` of the nearest `pyproject.toml`. Without
+any of them the store is `sqlite:///durable.db` in the working directory: a file that stays, so that a newcomer's runs survive the
+process.
 
 The backend is found by the URL's scheme among the entry points `durable.backends`; nothing here imports one by name. A password
-never appears in an error or a log.
+never appears in an error or a log, nor does a key; keys are not read from a file, which people commit.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from .codec import KeyRing, Keys
+from .encrypted import EncryptedStore, room_for
 from .errors import ConfigurationError
 from .model import Instant, Names
 from .protocol import Backend, Store
@@ -41,6 +44,8 @@ class Config:
     settings: Settings
     names: Names
     auto_migrate: bool | None
+    ring: KeyRing
+    """The keys of the payloads (72)."""
     origin: str
     """Where the URL came from, for messages."""
 
@@ -76,6 +81,7 @@ def resolve(
     schema: str | None = None,
     tables: Mapping[str, str] | None = None,
     auto_migrate: bool | None = None,
+    encryption_key: Keys | None = None,
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> Config:
@@ -106,6 +112,7 @@ def resolve(
         settings=Settings.of(overrides),
         names=Names(schema=schema, tables=dict(tables if tables is not None else _section(written, "tables", place))),
         auto_migrate=auto_migrate,
+        ring=_ring(encryption_key, environment),
         origin=origin,
     )
 
@@ -140,9 +147,14 @@ def backend_for(url: str) -> Backend:
 async def open_store(config: Config, *, clock: Callable[[], Instant] | None = None) -> Store:
     """Open what was resolved. Raises ConfigurationError, StoreUnavailable or SchemaMismatch."""
     backend = backend_for(config.url)
-    return await backend.open(
-        config.url, settings=config.settings, names=config.names, auto_migrate=config.auto_migrate, clock=clock
+    store = await backend.open(
+        config.url,
+        settings=room_for(config.settings) if config.ring else config.settings,
+        names=config.names,
+        auto_migrate=config.auto_migrate,
+        clock=clock,
     )
+    return cast(Store, EncryptedStore(store, config.ring, config.settings))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------
@@ -188,6 +200,14 @@ def _table(written: object, place: str) -> Mapping[str, Any]:
     if not isinstance(written, dict):
         raise ConfigurationError(f"{place} is not a table")
     return cast("dict[str, Any]", written)
+
+
+def _ring(given: Keys | None, environment: Mapping[str, str]) -> KeyRing:
+    """A variable that is set and empty is refused: a secret that did not arrive must not mean payloads in plain text."""
+    if given is not None:
+        return KeyRing.of(given)
+    text = environment.get(_PREFIX + "ENCRYPTION_KEY")
+    return KeyRing() if text is None else KeyRing.of(text, _PREFIX + "ENCRYPTION_KEY")
 
 
 def _settings_of(environment: Mapping[str, str]) -> dict[str, Any]:

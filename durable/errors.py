@@ -6,7 +6,9 @@
         ├── RegistrationError         a function, step, signal, queue or schedule that can not be declared so
         ├── Misuse                    something in a body that can not replay (I/O, a foreign wake-up, a direct call)
         ├── SerializationError        a value that can not be stored, or stored bytes that can not be read
-        │   └── PayloadTooLarge       over `max_payload`
+        │   ├── PayloadTooLarge       over `max_payload`
+        │   └── EncryptionError       an encrypted payload that was changed or moved
+        │       └── MissingKey        one that is encrypted with a key which this process does not have
         ├── NonDeterminismError       the code asks for something else than the journal holds
         ├── SpinningError             a body that never comes to rest
         ├── StuckError                a body that waits for what nobody can deliver
@@ -87,6 +89,29 @@ class PayloadTooLarge(SerializationError):
 
 
 class NonDeterminismError(DurableError):
+class EncryptionError(SerializationError):
+    """An encrypted payload that can not be opened: it was changed, or stands at another place than it was made for (semantics 72).
+
+    The run that needs it lands `failed`, kind `payload`; other runs are not touched.
+    """
+
+    code = "encryption"
+    default_hint = (
+        "somebody or something changed the stored rows: restore them from a backup, then retry the run;"
+        " or fork it from the step before the damaged one"
+    )
+
+
+class MissingKey(EncryptionError):
+    """A payload is encrypted with a key that this process does not have (semantics 72).
+
+    Nothing is lost: a worker hands the run back, and one that has the key goes on with it.
+    """
+
+    code = "missing_key"
+    default_hint = "add the key, behind the one that encrypts: encryption_key= or DURABLE_ENCRYPTION_KEY"
+
+
     """The code asks for something else than the journal holds (semantics 25). The journal was not touched."""
 
     code = "non_determinism"

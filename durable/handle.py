@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, Self
@@ -15,7 +14,7 @@ from uuid import UUID
 
 from typing_extensions import TypeVar
 
-from .codec import read_envelope
+from .codec import plain, read_envelope
 from .endings import run_error
 from .errors import NotFound
 from .instants import moment
@@ -152,7 +151,7 @@ class Run(Generic[R_co]):
         """What it last reported."""
         if self._record.progress is None:
             return None
-        raw = json.loads(self._record.progress)
+        raw = plain.read(self._record.progress)
         return Progress(done=raw["done"], total=raw.get("total"), message=raw.get("message") or "")
 
     # -- verbs ------------------------------------------------------------------------------------------------------------

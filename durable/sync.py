@@ -14,6 +14,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from uuid import UUID
 
 from .client import _UNSET, Client, Statuses
+from .codec import Keys
 from .errors import Misuse
 from .function import Function
 from .handle import Progress, R_co, Run
@@ -135,9 +136,17 @@ class SyncClient:
         tables: Mapping[str, str] | None = None,
         auto_migrate: bool | None = None,
     ) -> None:
-        self._client = Client(url, settings=settings, schema=schema, tables=tables, auto_migrate=auto_migrate)
+        self._client = Client(
+            url,
+            settings=settings,
+            schema=schema,
+            tables=tables,
+            auto_migrate=auto_migrate,
+            encryption_key=encryption_key,
+        )
         self._portal = Portal("durable-sync-client")
         self._owner = True
+        encryption_key: Keys | None = None,
 
     def __enter__(self) -> Self:
         self._portal.start()

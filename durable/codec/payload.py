@@ -81,5 +81,6 @@ def _split(text: str) -> tuple[bool, str]:
     found = _ENVELOPE.match(text)
     body = text.rstrip()
     if found is None or not body.endswith("}"):
+        plain.refuse_unreadable(text)
         raise SerializationError("a record that is no envelope: it was not written by this project, or it is damaged")
     return found[1] == "v", body[found.end() : -1]

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from pydantic_core import from_json
 
-from durable.errors import PayloadTooLarge, SerializationError
+from durable.errors import EncryptionError, MissingKey, PayloadTooLarge, SerializationError
 
 quote: Callable[[Any], str] = encode_basestring
 """The JSON text of a text. It takes anything, for a checker: the writers ask for the type themselves, once."""
@@ -30,6 +30,11 @@ MAX_DEPTH = 100
 """Levels of lists and objects. Far below what the parsers of the stores and of Python take, with room for the envelope."""
 MAX_DIGITS = 131_072
 """Digits of an integer: what PostgreSQL's numeric (and so jsonb) can hold."""
+
+SEALED = '"durable-encrypted:'
+"""How the text of an encrypted payload begins (encryption.py)."""
+UNREADABLE = '"durable-unreadable:'
+"""How the text begins that stands in the place of one which can not be opened; the code of the error and its message follow."""
 
 _MAX_BITS = int(MAX_DIGITS * math.log2(10))
 _EASY_BITS = 2_000
@@ -83,6 +88,8 @@ def write(value: object, root: str = "$", *, limit: int = 1 << 31) -> str:
         raise SerializationError("nested too deeply", path=root) from None
     except (KeyError, RuntimeError) as error:
         raise SerializationError(f"the value changed while it was written: {error}", path=root) from error
+    if text.startswith((SEALED, UNREADABLE)):
+        raise SerializationError(f"text that begins with {text[1:20]}, which marks encrypted payloads", path=root)
     return text
 
 
@@ -213,8 +220,23 @@ _WRITERS: dict[type, Callable[[Any, int, list[int]], str]] = {
 }
 
 
+def unreadable(error: EncryptionError) -> str:
+    """The text to show in the place of a payload that can not be opened; whoever reads it gets the error (72)."""
+    return quote(f"{UNREADABLE[1:]}{error.code}:{error.message}")
+
+
+def refuse_unreadable(text: str) -> None:
+    """Raise EncryptionError or MissingKey for a text that stands in the place of an encrypted one (72)."""
+    if text.startswith((UNREADABLE, SEALED)):
+        code, _, message = json.loads(text).removeprefix(UNREADABLE[1:]).partition(":")
+        if code == EncryptionError.code:
+            raise EncryptionError(message)
+        raise MissingKey(message if code == MissingKey.code else "the payload is encrypted")
+
+
 def read(text: str, root: str = "$") -> Any:
     """The plain value of a JSON text. Raises SerializationError for anything that is none."""
+    refuse_unreadable(text)
     try:
         return from_json(text, allow_inf_nan=False)
     except (ValueError, TypeError) as error:  # a TypeError for text with lone surrogates

@@ -99,6 +99,7 @@ class Shape:
             value = plain.read(text, root)
             if type(value) is self._exact:
                 return value
+        plain.refuse_unreadable(text)
         try:
             return adapter.validate_json(text, by_alias=False, by_name=True)
         except ValidationError as error:

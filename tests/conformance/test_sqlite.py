@@ -42,8 +42,12 @@ class SqliteHarness:
         self.stores: list[Store] = []
 
     async def open(self, *, shared: bool = False) -> Store:
+        return await self.open_within(Settings(), shared=shared)
+
+    async def open_within(self, settings: Settings, *, shared: bool) -> Store:
+        """Open one with these settings."""
         url = f"sqlite:///{self.path}" if shared else "sqlite:///:memory:"
-        store = await backend.open(url, settings=Settings(), clock=self.clock)
+        store = await backend.open(url, settings=settings, clock=self.clock)
         self.stores.append(store)
         if shared:
             connection = self.connect()

@@ -13,6 +13,7 @@ of `durable.protocol` has one. It knows the protocol and nothing of any backend.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,12 +49,12 @@ MODULES = (
 FIXTURES = ("store", "scene", "scenes", "shared_scene", "faulty")
 
 
-def collect() -> dict[str, Any]:
-    """All tests and fixtures by name. Two tests of one name would hide each other: refused."""
+def collect(modules: Sequence[str] = MODULES) -> dict[str, Any]:
+    """The tests of these rooms and the fixtures, by name. Two tests of one name would hide each other: refused."""
     pytest.register_assert_rewrite(f"{__name__}.scenario", *(f"{__name__}.{module}" for module in MODULES))
     fixtures = importlib.import_module(f"{__name__}.fixtures")
     found: dict[str, Any] = {name: getattr(fixtures, name) for name in FIXTURES}
-    for module in MODULES:
+    for module in modules:
         for name, value in vars(importlib.import_module(f"{__name__}.{module}")).items():
             if name.startswith("test_"):
                 if name in found:
