@@ -27,6 +27,7 @@ from durable.storekit import Renames
 
 from .faults import mapped
 from .lanes import Answer, Connection, Item, Lane, Operation, announce, answer, deliver, settings_of
+from .timekeeping import Timekeeper
 from .wakeups import Wakeups
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class Core:
         clock: Callable[[], Instant] | None,
         busy_timeout: Micros,
         renames: Renames,
-        prepare: Operation[None] | None = None,
+        prepare: Operation[Instant] | None = None,
     ) -> None:
         self.path = path
         self.renames = renames
@@ -71,8 +72,7 @@ class Core:
         self.lock = threading.Lock()  # flushes, checkpoints and ctx.transaction: one writer in this process
         self.connect = connect
         self._busy_timeout = busy_timeout / 1_000_000
-        self._last = 0
-        self._went_back = False
+        self._timekeeper = Timekeeper(clock)
         self._failure: str | None = None
         self._checkpoint_pause = 0.0
         self._checkpoint_at = 0.0
@@ -98,33 +98,23 @@ class Core:
     def _nudge(self) -> None:
         self.lane.nudge()
 
-    def _prepare(self, prepare: Operation[None]) -> None:
-        """The first transaction, before there is a thread: schema and migration. Where it fails nothing stays open."""
+    def _prepare(self, prepare: Operation[Instant]) -> None:
+        """The first transaction, before there is a thread: schema and migration; it says at what instant the clock begins.
+
+        Where it fails nothing stays open."""
         try:
             self.begin(self.writer)
-            prepare(self.writer, self.now())
+            begin_at = prepare(self.writer, self.now())
             self.writer.execute("COMMIT")
+            self._timekeeper.begin_at(begin_at)
         except BaseException:
             self.roll_back(self.writer)
             self.writer.close()
             raise
 
-    # -- time ------------------------------------------------------------------------------------------------------------
-
     def now(self) -> Instant:
-        """The store's clock: the wall clock of this machine, never running backwards inside a process."""
-        wall = self.clock() if self.clock is not None else time.time_ns() // 1_000
-        if wall < self._last:
-            if self.clock is None and self._last - wall > 1_000_000 and not self._went_back:
-                self._went_back = True  # said once: this is asked thousands of times a second
-                log.warning(
-                    "the clock of this machine went back by %.1f s; nothing is due and no lease ends until it has caught up",
-                    (self._last - wall) / 1e6,
-                )
-            return self._last
-        self._last = wall
-        self._went_back = False
-        return wall
+        """The store's clock, which never runs backwards inside a process."""
+        return self._timekeeper.now()
 
     # -- guards ----------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from . import schema
 from .connection import Core, Database
 from .faults import mapped
 from .lanes import Connection
+from .timekeeping import newest
 
 OLDEST: Final = (3, 35, 0)
 """Generated columns, upsert and the math that the queries use; what Python 3.11 is built with is newer."""
@@ -272,13 +273,18 @@ def _shared(
     if not any(pid == key[0] and text == key[1] for pid, text, _ in _cores):
         _check_file_system(path)
         _prepare_file(path, auto_migrate)
+
+    def prepare(con: sqlite3.Connection, now: Instant) -> Instant:
+        schema.prepare(con, now, renames, auto_migrate, str(path))
+        return newest(con, now)
+
     core = Core(
         path=path,
         connect=lambda: _connect_file(path, renames),
         clock=clock,
         busy_timeout=settings.busy_timeout,
         renames=renames,
-        prepare=lambda con, now: schema.prepare(con, now, renames, auto_migrate, str(path)),
+        prepare=prepare,
     )
     _cores[key] = (core, 1)
     return Database(core, settings, lambda core: _release(key, core))

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -426,23 +425,6 @@ async def test_stores_of_one_file_in_one_process_share_connections_and_so_a_cloc
     await second.close()
     with pytest.raises(StoreUnavailable):
         await first.count(RunQuery(), scope=ALL)
-
-
-async def test_a_clock_that_goes_back_stands_still_and_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = await opened(tmp_path / "clock.db")
-    try:
-        before, real = store.clock(), time.time_ns
-        monkeypatch.setattr(time, "time_ns", lambda: real() - 3_600_000_000_000)
-        stands = [store.clock() for _ in range(100)]
-        await store.get(["no-such-run"], scope=ALL)
-        assert set(stands) == {stands[0]}
-        assert stands[0] >= before
-        assert len([record for record in caplog.records if "went back" in record.message]) == 1
-    finally:
-        monkeypatch.undo()
-        await store.close()
 
 
 def test_the_published_schema_is_that_of_the_migrations() -> None:
