@@ -49,6 +49,7 @@ from .protocol import Store
 from .settings import Duration, Settings, micros
 from .signals import APPROVAL, Signal, approval
 from .submission import new_run
+from .tenants import Tenants, tenant_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -116,7 +117,7 @@ class Client:
         """
         view = self._view()
         if tenant is not _UNSET:
-            view._scope, view._bound = _tenant(tenant), True
+            view._scope, view._bound = tenant_of(tenant), True
         if conn is not _UNSET:
             if conn is None:
                 raise ConfigurationError("using(conn=None): there is no transaction", hint="pass the open connection")
@@ -407,6 +408,11 @@ class Client:
         """Pauses, limits and depths."""
         return Queues(self)
 
+    @property
+    def tenants(self) -> Tenants:
+        """What is stored of each tenant; pause, export and erase one."""
+        return Tenants(self)
+
     async def purge(self, *, older_than: Duration | None = None) -> int:
         """Delete runs whose time to be kept is over, or that landed `older_than` ago; returns how many (semantics 60)."""
         age = None if older_than is None else micros(older_than, what="older_than")
@@ -438,18 +444,6 @@ class Client:
     async def audit(self) -> Sequence[Finding]:
         """Every invariant that the stored rows can show; an empty answer is a sound store."""
         return await self.store.audit(scope=self._scope)
-
-
-def _tenant(tenant: UUID | str | None) -> UUID:
-    if isinstance(tenant, UUID):
-        return tenant
-    hint = 'a UUID, or durable.tenant_id("acme") for any name; everybody\'s rows are client.all_tenants()'
-    if not isinstance(tenant, str) or not tenant:
-        raise ConfigurationError(f"using(tenant={tenant!r}): a missing tenant never means all of them", hint=hint)
-    try:
-        return UUID(tenant)
-    except ValueError:
-        raise ConfigurationError(f"using(tenant={tenant!r}): not a UUID", hint=hint) from None
 
 
 def _statuses(status: Statuses) -> tuple[Status, ...]:

@@ -225,6 +225,12 @@ class EncryptedStore:
             signal = dataclasses.replace(signal, payload=text)
         return await self.within.send(signal, scope=scope, tx=tx)
 
+    async def signals(self, run_id: str, *, scope: Scope) -> Sequence[m.Signal]:
+        """See `Mailbox.signals`."""
+        signals = await self.within.signals(run_id, scope=scope)
+        tenant = (await self._tenants([run_id], scope)).get(run_id)
+        return [self._shown(one, ("payload",), tenant, (run_id,), name=f"signal/{one.name}") for one in signals]
+
     async def inbox(self, leases: Sequence[m.Lease]) -> Sequence[m.Inbox | None]:
         """See `Mailbox.inbox`. A run to which something came that can not be opened is given up: its lease is lost."""
         answers: list[m.Inbox | None] = []

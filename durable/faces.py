@@ -20,6 +20,7 @@ from .instants import instant, moment
 from .model import ALL, Firing, Instant, NewRun, QueueRecord, QueueStats, Schedule, ScheduleSpec
 from .options import checked_key
 from .settings import Micros, micros
+from .steps import checked_name
 from .submission import scheduled_run
 
 if TYPE_CHECKING:
@@ -170,34 +171,62 @@ def _between(found: Schedule, start: Instant, end: Instant, limit: int) -> list[
 
 
 class Queues:
-    """Pauses, limits and depths of queues."""
+    """Pauses, limits and depths of queues, for the runs of the client's tenant: of a plain client the untagged ones, of
+    `client.all_tenants()` everybody's together (semantics 57, 73)."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     async def pause(self, name: str, /) -> None:
         """Claim nothing from it until `resume`; runs in hand go on."""
-        await self._change(name, paused=True)
+        await self._change(f"queue:{_named(name)}", paused=True)
 
     async def resume(self, name: str, /) -> None:
         """Claim from it again."""
-        await self._change(name, paused=False)
+        await self._change(f"queue:{_named(name)}", paused=False)
         await self._client.wake(name)
 
-    async def limit(self, name: str, /, *, max_concurrency: int | None = None, rate: str | None = None) -> None:
-        """At most so many runs of the queue at once over all workers; at most `rate` starts, such as "100/1m" (73, 76).
+    async def limit(
+        self,
+        name: str,
+        /,
+        *,
+        max_concurrency: int | None = None,
+        rate: str | None = None,
+        per_key: int | None = None,
+        per_tenant: int | None = None,
+    ) -> None:
+        """At most so many runs of the queue at once over all workers; at most `rate` starts, such as "100/1m"; at most `per_key` at once of
+        each concurrency key, and `per_tenant` of each tenant (73, 76). What is left out is unlimited.
 
-        What is left out is unlimited.
+        `per_tenant` is for `client.all_tenants()`. Raises ConfigurationError before anything is written.
         """
-        if max_concurrency is not None and (
-            isinstance(max_concurrency, bool) or not isinstance(max_concurrency, int) or max_concurrency < 1
-        ):
-            raise ConfigurationError(f"max_concurrency: {max_concurrency!r} is not a positive whole number")
+        queue = _named(name)
+        for what, value in (("max_concurrency", max_concurrency), ("per_key", per_key), ("per_tenant", per_tenant)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigurationError(f"{what}: {value!r} is not a positive whole number")
+        if per_tenant is not None and self._client.scope is not ALL:
+            raise ConfigurationError(
+                "per_tenant: a client of one tenant can not say what each may have",
+                hint="client.all_tenants().queues.limit(...)",
+            )
         count, period = _rate(rate)
         await self._change(
-            name, max_concurrency=max_concurrency, rate_count=count, rate_period=period, rate_burst=count
+            f"queue:{queue}", max_concurrency=max_concurrency, rate_count=count, rate_period=period, rate_burst=count
         )
-        await self._client.wake(name)
+        await self._change(f"key:{queue}", max_concurrency=per_key)
+        if self._client.scope is ALL:
+            await self._change(f"share:{queue}", max_concurrency=per_tenant)
+        await self._client.wake(queue)
+
+    async def fair(self, name: str, on: bool = True, /) -> None:
+        """Let tenants take turns in the queue: a worker that serves everybody takes one run of each before a second of any, whatever the
+        backlog of one (7, 57). For `client.all_tenants()`; raises ConfigurationError otherwise."""
+        if self._client.scope is not ALL:
+            raise ConfigurationError(
+                "fair: tenants take turns in a queue of everybody's", hint="client.all_tenants().queues.fair(...)"
+            )
+        await self._change(f"queue:{_named(name)}", fair=bool(on))
 
     async def all(self) -> Sequence[QueueRecord]:
         """The rows of flow control."""
@@ -207,18 +236,18 @@ class Queues:
         """Depths, the age of the oldest ready run, failures by kind; per queue."""
         return await self._client._opened.repeated(lambda: self._client.store.stats(scope=self._client.scope))
 
-    async def _change(self, name: str, **changes: Any) -> None:
+    async def _change(self, scope_name: str, **changes: Any) -> None:
         scope = self._client.scope
-        if scope is ALL:
-            scope = None
-        wanted = f"queue:{name}"
         rows = await self._client._opened.repeated(lambda: self._client.store.queues(scope=scope))
-        found = next(
-            (row for row in rows if row.scope_name == wanted and row.tenant == scope),
-            QueueRecord(scope_name=wanted, tenant=scope),
-        )
-        changed = dataclasses.replace(found, **changes)
+        found = next((row for row in rows if row.scope_name == scope_name and row.tenant == scope), None)
+        if found is None and not any(changes.values()):
+            return  # nothing is limited, and nothing is to be
+        changed = dataclasses.replace(found or QueueRecord(scope_name=scope_name, tenant=scope), **changes)
         await self._client._opened.repeated(lambda: self._client.store.set_queue(changed))
+
+
+def _named(queue: str) -> str:
+    return checked_name(queue, "queue")
 
 
 def _rate(rate: str | None) -> tuple[int | None, Micros | None]:

@@ -643,16 +643,19 @@ class WorkerRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueueRecord:
-    """Flow control of one scope (`queue:NAME`, `function:NAME`, `key:QUEUE` for each concurrency key of that queue)."""
+    """Flow control of one scope: `queue:NAME`, `function:NAME`, `key:QUEUE` for each concurrency key of that queue, `share:QUEUE` for
+    each tenant in that queue, or `tenant` for everything of one tenant."""
 
     scope_name: str
-    tenant: UUID | None = None
+    tenant: Scope = None
+    """Whose runs it counts and holds back: one tenant's, the untagged (None), or everybody's together (ALL)."""
     paused: bool = False
     max_concurrency: int | None = None
     rate_count: int | None = None
     rate_period: Micros | None = None
     rate_burst: int | None = None
     fair: bool = False
+    """Tenants take turns in this queue, whatever the backlog of one: `queue:NAME` of ALL only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -668,6 +671,17 @@ class QueueStats:
     oldest_ready_at: Instant | None
     paused: bool
     failed_by_kind: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TenantStats:
+    """What is stored of one tenant, or of the untagged (None)."""
+
+    tenant: UUID | None
+    paused: bool
+    runs: Mapping[str, int]
+    """How many in each state; a state without runs is left out."""
+    schedules: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
+from uuid import UUID
 
 from .model import (
     Appended,
@@ -52,9 +53,11 @@ from .model import (
     SchemaStatus,
     Scope,
     Settled,
+    Signal,
     StepRecord,
     Submitted,
     Swept,
+    TenantStats,
     WorkerRecord,
 )
 from .settings import Micros, Settings
@@ -89,7 +92,9 @@ class RunStore(Protocol):
 
         Claimable: pending, due, not blocked. Order inside a queue: priority (higher first), then `submitted` (7).
         Filtered by queue, by name and version, by replay family where the run has records, and by scope (7); a run of a name
-        that is not asked for stays pending, untouched. A paused queue gives nothing.
+        that is not asked for stays pending, untouched. A paused queue gives nothing, nor does a paused tenant.
+        In a queue that is `fair`, a claim of ALL takes the tenants in turn and goes on behind the last one with the next claim; the
+        order holds among the runs of each (7, 57). Untagged runs have a turn, too, as soon as they are at the front of the queue.
         `attempts` grows by one, in the same write that sets running, the lease and the mark (1).
         Two claims never get one run; the same mark again returns what that claim holds, and claims nothing more (8).
         A run past its deadline lands timed_out instead, unless `compensating` (12); one without a record that carries an ask
@@ -269,6 +274,11 @@ class Mailbox(Protocol):
         """
         ...
 
+    async def signals(self, run_id: str, *, scope: Scope) -> Sequence[Signal]:
+        """Every signal that was sent to a run and is kept, taken or not, by seq (32). NotFound for an unknown, purged or another
+        tenant's run."""
+        ...
+
     async def inbox(self, leases: Sequence[Lease]) -> Sequence[Inbox | None]:
         """What came from outside, read in one snapshot with `wake_seq` (31). None: the lease is lost."""
         ...
@@ -320,11 +330,30 @@ class Upkeep(Protocol):
         ...
 
     async def queues(self, *, scope: Scope) -> Sequence[QueueRecord]:
-        """The rows of flow control."""
+        """The rows of flow control that belong to the scope; those of everybody together belong to ALL only (57)."""
         ...
 
     async def set_queue(self, queue: QueueRecord) -> None:
-        """Put a row of flow control; it counts for the next claim (73)."""
+        """Put a row of flow control; it counts for the next claim (73). A row of ALL counts the runs of all tenants together.
+
+        Conflict for a row that can mean nothing, before anything is written.
+        """
+        ...
+
+    async def tenants(self, *, scope: Scope) -> Sequence[TenantStats]:
+        """How many runs of each state and how many schedules each tenant has, the untagged first, then by id (57).
+
+        A tenant is there as soon as it has a run, a schedule or a row of flow control; one that a scope is bound to always is.
+        """
+        ...
+
+    async def erase(self, tenant: UUID, *, limit: int) -> int:
+        """Delete what is stored of a tenant, at most `limit` runs, with everything that belongs to them (57, 61).
+
+        Its schedules go first, so that nothing fires; then slots and runs, the oldest first, with records, signals and keys; behind the
+        last of them its rows of flow control. How many of all these went; 0: nothing of the tenant is left.
+        Conflict where it meets a live run, which may have outside effects to undo; that call writes nothing.
+        """
         ...
 
     async def explain(self, run_id: str, *, scope: Scope) -> Explanation:

@@ -72,7 +72,7 @@ CREATE TABLE "public"."durable_run" (
 CREATE UNIQUE INDEX "durable_run_idempotency" ON "public"."durable_run" (idempotency_key);
 CREATE UNIQUE INDEX "durable_run_coalesce" ON "public"."durable_run" (coalesce_key) WHERE status = 'pending' AND attempts = 0;
 CREATE INDEX "durable_run_ready" ON "public"."durable_run" (queue, (name || '/' || coalesce(version, '') || '@' || coalesce(replay_family, '')), priority DESC, submitted) WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL;
-CREATE INDEX "durable_run_ready_tenant" ON "public"."durable_run" (tenant_id, queue, (name || '/' || coalesce(version, '') || '@' || coalesce(replay_family, '')), priority DESC, submitted) WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL AND tenant_id IS NOT NULL;
+CREATE INDEX "durable_run_ready_tenant" ON "public"."durable_run" (queue, (name || '/' || coalesce(version, '') || '@' || coalesce(replay_family, '')), tenant_id, priority DESC, submitted) WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL AND tenant_id IS NOT NULL;
 CREATE INDEX "durable_run_blocked" ON "public"."durable_run" (blocked_on, priority DESC, submitted) WHERE status = 'pending' AND blocked_on IS NOT NULL;
 CREATE INDEX "durable_run_due" ON "public"."durable_run" (available_at) WHERE status IN ('pending', 'suspended') AND available_at IS NOT NULL AND (status = 'pending' OR attempts > 0);
 CREATE INDEX "durable_run_leases" ON "public"."durable_run" (leased_until) WHERE status = 'running';
@@ -166,6 +166,7 @@ CREATE TABLE "public"."durable_queue" (
     updated_at timestamptz NOT NULL,
     PRIMARY KEY (queue_id)
 );
+CREATE INDEX "durable_queue_scope" ON "public"."durable_queue" (scope_name);
 CREATE TABLE "public"."durable_permit" (
     scope text COLLATE "C" NOT NULL,
     run_id text COLLATE "C" NOT NULL,
@@ -200,4 +201,4 @@ CREATE VIEW "public"."durable_v_steps" AS SELECT s.run_id, s.step_id, s.kind, s.
 CREATE VIEW "public"."durable_v_functions" AS SELECT r.name, r.version, count(*) FILTER (WHERE r.status = 'pending') AS pending, count(*) FILTER (WHERE r.status = 'running') AS running, count(*) FILTER (WHERE r.status = 'suspended') AS suspended, count(*) FILTER (WHERE r.status = 'completed') AS completed, count(*) FILTER (WHERE r.status IN ('failed', 'timed_out', 'forward_incomplete')) AS failed, count(*) FILTER (WHERE r.status = 'cancelled') AS cancelled, avg(r.finished_at - r.started_at) FILTER (WHERE r.status = 'completed') AS mean_time, max(r.finished_at) AS last_finished_at FROM "public"."durable_run" AS r GROUP BY r.name, r.version;
 CREATE VIEW "public"."durable_v_queues" AS SELECT r.queue, count(*) FILTER (WHERE r.status = 'pending' AND r.available_at IS NULL AND r.blocked_on IS NULL) AS ready, count(*) FILTER (WHERE r.status = 'pending' AND r.available_at IS NOT NULL) AS delayed, count(*) FILTER (WHERE r.status = 'pending' AND r.blocked_on IS NOT NULL) AS blocked, count(*) FILTER (WHERE r.status = 'running') AS running, count(*) FILTER (WHERE r.status = 'suspended') AS suspended, now() - min(r.updated_at) FILTER (WHERE r.status = 'pending' AND r.available_at IS NULL AND r.blocked_on IS NULL) AS oldest_ready_age, count(*) FILTER (WHERE r.error_kind = 'exception' AND r.status = 'failed') AS failed_exception, count(*) FILTER (WHERE r.error_kind = 'reclaim_limit' AND r.status = 'failed') AS failed_reclaim_limit, count(*) FILTER (WHERE r.status = 'timed_out') AS timed_out, count(*) FILTER (WHERE r.status = 'failed') AS failed FROM "public"."durable_run" AS r GROUP BY r.queue;
 INSERT INTO "public"."durable_schema_version" (version, name, checksum)
-    VALUES (1, '0001_initial', 'c075e4c7e203d14de926b7cc50388af9a738b61555df151e2842b354c584bf3b');
+    VALUES (1, '0001_initial', 'a30c9420fcdd4bc65f81dfd99141eafdfb7b7757057771902fda0a906cce60a6');

@@ -70,7 +70,7 @@ CREATE UNIQUE INDEX durable_run_id ON durable_run (run_id);
 CREATE UNIQUE INDEX durable_run_idempotency ON durable_run (idempotency_key) WHERE idempotency_key IS NOT NULL;
 CREATE UNIQUE INDEX durable_run_coalesce ON durable_run (coalesce_key) WHERE coalesce_key IS NOT NULL AND status = 'pending' AND attempts = 0;
 CREATE INDEX durable_run_ready ON durable_run (queue, route, priority DESC, submitted) WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL;
-CREATE INDEX durable_run_ready_tenant ON durable_run (tenant_id, queue, route, priority DESC, submitted) WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL AND tenant_id IS NOT NULL;
+CREATE INDEX durable_run_ready_tenant ON durable_run (queue, route, tenant_id, priority DESC, submitted) WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL AND tenant_id IS NOT NULL;
 CREATE INDEX durable_run_blocked ON durable_run (blocked_on, priority DESC, submitted) WHERE status = 'pending' AND blocked_on IS NOT NULL;
 CREATE INDEX durable_run_due ON durable_run (available_at) WHERE status IN ('pending', 'suspended') AND available_at IS NOT NULL AND (status = 'pending' OR attempts > 0);
 CREATE INDEX durable_run_leases ON durable_run (leased_until) WHERE status = 'running';
@@ -160,6 +160,7 @@ CREATE TABLE durable_queue (
     fair INTEGER NOT NULL DEFAULT 0,
     updated_at INTEGER NOT NULL
 );
+CREATE INDEX durable_queue_scope ON durable_queue (scope_name);
 CREATE TABLE durable_permit (
     scope TEXT NOT NULL,
     run_id TEXT NOT NULL,
@@ -189,4 +190,4 @@ CREATE TABLE durable_dependency (
 );
 CREATE INDEX durable_dependency_on ON durable_dependency (depends_on);
 INSERT INTO durable_schema_version (version, checksum, applied_at)
-    VALUES (1, 'bc16af341d962d2b20c991670664e531fbef7ff245ba2bc0e771488505aec1b1', CAST(strftime('%s', 'now') AS INTEGER) * 1000000);
+    VALUES (1, '0d13ce63d9771b1d6f5c1946afa75b93f9492b9a3334969a070ae434a1ce6407', CAST(strftime('%s', 'now') AS INTEGER) * 1000000);

@@ -13,9 +13,11 @@ import functools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from uuid import UUID
 
 from pymongo.errors import PyMongoError
 
+from durable.flow import Turns, dealt, in_turn
 from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Lease, Scope, Status
 
 from . import faults, flow, journal, landing
@@ -50,6 +52,7 @@ class Claims:
     def __init__(self, database: Database) -> None:
         self._database = database
         self.reach = 1
+        self.turns = Turns()
 
     async def claim(self, request: ClaimRequest) -> list[Claimed]:
         """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8).
@@ -97,16 +100,15 @@ class _Claim:
     async def take(self, work: Work) -> list[Document] | None:
         """The documents of what it holds. None: a limit or a pause may count, or some head must end here: use a transaction."""
         request = self._request
-        names = sorted({name for name, _ in request.functions})
-        before, rules, alone, found = await asyncio.gather(
+        before, ruled, alone, found = await asyncio.gather(
             held(work, request.mark),
-            flow.rules_for(work, request.queues, names, request.scope),
+            flow.ruled(work, request),
             self._lonely(work) if request.alone else _nothing(),
             self._heads(work, self._claims.reach),
         )
         if before or request.limit < 1:
             return before
-        if rules or alone:
+        if ruled or alone:
             return None
         chosen = self._choose(found, ())
         if not chosen:
@@ -115,7 +117,7 @@ class _Claim:
         if not self._mine:  # another call has this mark: do what it is about to do, which is done once
             return await self._as_the_first(work)
         rows = await self._until_full(work, chosen)
-        if await flow.rules_for(work, request.queues, names, request.scope):
+        if await flow.ruled(work, request):
             await self._claims._database.write(lambda own: flow.take_late(own, [row["_id"] for row in rows]))
         return rows
 
@@ -226,16 +228,10 @@ class _Claim:
 
     async def _take_with_care(self, work: Work) -> list[Document]:
         request = self._request
-        names = sorted({name for name, _ in request.functions})
-        rules = await flow.rules_for(work, request.queues, names, request.scope)
-        closed: set[str] = set()
-        if (
-            request.scope is not ALL
-        ):  # an unbound claim holds the paused runs back one by one, once: other tenants' go on
-            closed = {rule.scope_name for rule in rules if rule.paused}
+        gates = await flow.gates(work, request)
         if request.alone:
             for _ in range(ROUNDS):
-                rows = [row for row in await self._lonely(work) if f"queue:{row['queue']}" not in closed]
+                rows = [row for row in await self._lonely(work) if row["queue"] not in gates.closed]
                 if await self._take_of(work, rows):
                     return await held(work, request.mark)
                 if not rows:
@@ -243,17 +239,21 @@ class _Claim:
         count = 0
         for queue, most in request.queues.items():
             room = min(most, request.limit - count)
-            if f"queue:{queue}" not in closed:
-                count += await self._from_queue(work, queue, room)
+            if queue not in gates.closed:
+                count += await self._from_queue(work, queue, room, fair=queue in gates.fair)
         return await held(work, request.mark) if count else []
 
-    async def _from_queue(self, work: Work, queue: str, room: int) -> int:
+    async def _from_queue(self, work: Work, queue: str, room: int, *, fair: bool) -> int:
         """Take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
         count = 0
         for _ in range(ROUNDS):
             if room - count < 1:
                 break
-            rows = await heads(work, queue, self._routes, self._request.scope, room - count, whole=True)
+            if fair:
+                rows = await heads_in_turn(work, queue, self._routes, room - count, self._claims.turns.last(queue))
+                self._claims.turns.served(queue, [row["tenant_id"] for row in rows])
+            else:
+                rows = await heads(work, queue, self._routes, self._request.scope, room - count, whole=True)
             got = await self._take_of(work, rows)
             count += got
             if got == len(rows):
@@ -307,6 +307,38 @@ async def heads(
     if len(parts) > 1:
         found.sort(key=_rank)
     return found[:limit]
+
+
+async def heads_in_turn(work: Work, queue: str, wanted: Sequence[str], room: int, last: str | None) -> list[Document]:
+    """The heads of a fair queue: of each tenant in turn, beginning behind the one that was served last. What is read is bounded by the
+    tenants and by what is taken, whatever the backlog of one of them (10)."""
+    # The untagged have no turn of their own in the index: those at the front of the queue are dealt as one hand.
+    front = await heads(work, queue, wanted, ALL, room, whole=True)
+    untagged = [row for row in front if not row["tenant_id"]]
+    known = await _tenants_with_work(work, queue, wanted)
+    tenants = in_turn(last, lambda one, most: [x for x in known if x > one][:most], room, untagged=bool(untagged))
+    share = -(-room // max(1, len(tenants)))
+    while True:
+        hands = [await heads(work, queue, wanted, UUID(one), share, whole=True) if one else untagged for one in tenants]
+        dealt_out = dealt(hands, room)
+        if len(dealt_out) == room or all(len(hand) < share for one, hand in zip(tenants, hands, strict=True) if one):
+            return dealt_out
+        share *= 2
+
+
+async def _tenants_with_work(work: Work, queue: str, wanted: Sequence[str]) -> list[str]:
+    """The tenants that have something ready, by a look at the index for each (a DISTINCT_SCAN)."""
+    found: set[str] = set()
+    for start in range(0, len(wanted), ROUTES):
+        where: Document = {
+            "queue": queue,
+            "route": {"$in": list(wanted[start : start + ROUTES])},
+            **_READY,
+            "tenant_id": {"$gt": ""},
+        }
+        stages: list[Document] = [{"$match": where}, {"$group": {"_id": "$tenant_id"}}]
+        found |= {row["_id"] for row in await work.aggregate("durable_run", stages)}
+    return sorted(found)
 
 
 def _rank(row: Document) -> tuple[Any, ...]:

@@ -5,8 +5,7 @@ Claim calls `admit` with its candidates, every write by which a run leaves `runn
 counts in (`_lock`): two of them are one after the other. A permit is a name in the run's own `permits`, so that taking it is the claim
 and giving it back the settle. Nothing here changes a status, lands a run, or decides a limit.
 
-A row of flow control counts for the runs of its own tenant (ADR 0030). The scopes of a run are `queue:NAME`, `function:NAME` and,
-where it has a concurrency key, `key:QUEUE:KEY`; a tenant's scopes carry the tenant in front, `TENANT/queue:NAME`.
+What the rows and the texts of scopes mean stands in `durable.flow`; here `tenant_id` of everybody's row is `*`.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from durable.errors import Conflict
-from durable.model import Instant, QueueRecord, Scope
+from durable import flow as texts
+from durable.flow import EVERYBODY, owner_of, rule_id, rule_of, scope_text, split
+from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
 from .changes import change, only_if
 from .operation import Change, Document, Where, Work
-from .rows import dated, instant, of_scope, sees, stored_id, tenant, tenant_text
+from .rows import dated, instant, of_scope, sees
 from .times import stored
 
 ALONE: Final = "alone"
 SEQUENCE: Final = "sequence"
-KINDS: Final = ("queue", "function", "key")
 RELEASE_BATCH: Final = 1_000
 """Runs that one change of a row releases at the most; the net releases the rest."""
 _FIRST: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
@@ -47,6 +46,12 @@ class _Rule:
     """Permits by scope text, once counted."""
 
     @property
+    def holds(self) -> bool:
+        """Can it hold anything back?"""
+        record = self.record
+        return record.paused or record.max_concurrency is not None or record.rate_count is not None
+
+    @property
     def burst(self) -> int:
         return (self.record.rate_burst or self.record.rate_count or 0) * (self.record.rate_period or 0)
 
@@ -59,7 +64,8 @@ class _Rule:
             self.tokens = self.burst
         else:
             self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * count)
-        self.at = now
+        # Who waited for the row may have an earlier now: no span of time is counted twice.
+        self.at = now if self.at is None else max(now, self.at)
         return self.tokens
 
     def next_token(self, now: Instant) -> Instant:
@@ -72,7 +78,7 @@ class _Rule:
 def _rule(row: Document) -> _Rule:
     record = QueueRecord(
         scope_name=row["scope_name"],
-        tenant=tenant(row["tenant_id"]),
+        tenant=texts.tenant_of(row["tenant_id"]),
         paused=bool(row.get("paused")),
         max_concurrency=_whole(row.get("max_concurrency")),
         rate_count=_whole(row.get("rate_count")),
@@ -90,25 +96,9 @@ def _whole(value: Any) -> int | None:
 # -- the scopes of a run --------------------------------------------------------------------------------------------------
 
 
-def scope_text(tenant_id: str, base: str) -> str:
-    """The text of a scope by which permits are counted and which `blocked_on` shows."""
-    return f"{tenant_id}/{base}" if tenant_id else base
-
-
 def scopes_of(row: Document) -> list[tuple[str, str]]:
     """(queue_id of the rule, scope text) of every scope that a run is in, whether it is limited or not."""
-    bases = [(f"queue:{row['queue']}",) * 2, (f"function:{row['name']}",) * 2]
-    if "concurrency_key" in row:
-        bases.append((f"key:{row['queue']}", f"key:{row['queue']}:{row['concurrency_key']}"))
-    tenant_id = row["tenant_id"]
-    return [(stored_id(tenant_id, rule), scope_text(tenant_id, base)) for rule, base in bases]
-
-
-def rule_of(text: str) -> str:
-    """The queue_id of the rule that a scope text belongs to."""
-    tenant_id, base = _split(text)
-    kind, _, rest = base.partition(":")
-    return stored_id(tenant_id, f"key:{rest.partition(':')[0]}" if kind == "key" else base)
+    return texts.scopes_of(row["tenant_id"], row["queue"], row["name"], row.get("concurrency_key"))
 
 
 async def _rules(work: Work, queue_ids: Iterable[str]) -> dict[str, _Rule]:
@@ -122,12 +112,41 @@ async def _lock(work: Work, queue_ids: Iterable[str]) -> None:
         await work.change_one("durable_queue", {"_id": queue_id}, {"$inc": {"turn": 1}})
 
 
-async def rules_for(work: Work, queues: Iterable[str], names: Iterable[str], scope: Scope) -> list[QueueRecord]:
-    """The rules that a claim of these queues and functions may meet: mostly none."""
-    scopes = [f"queue:{queue}" for queue in queues] + [f"function:{name}" for name in names]
-    scopes += [f"key:{queue.partition(':')[2]}" for queue in scopes if queue.startswith("queue:")]
-    rows = await work.find("durable_queue", {"scope_name": {"$in": scopes}, **of_scope(scope)})
-    return [_rule(row).record for row in rows]
+def seen_from(scope: Scope) -> Document:
+    """Which rows may hold back the runs of this scope: its own and everybody's."""
+    return {} if scope is ALL else {"tenant_id": {"$in": [owner_of(scope), EVERYBODY]}}
+
+
+async def ruled(work: Work, request: ClaimRequest) -> bool:
+    """Is there a row that a claim of these queues and functions may meet? Mostly there is none."""
+    names = texts.concerning(request.queues, (name for name, _ in request.functions))
+    where = {"scope_name": {"$in": names}, **seen_from(request.scope)}
+    return await work.first("durable_queue", where, fields=["_id"]) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What the rows of queues say to a claim as a whole: which give it nothing, and in which tenants take turns."""
+
+    closed: frozenset[str] = frozenset()
+    fair: frozenset[str] = frozenset()
+
+
+async def gates(work: Work, request: ClaimRequest) -> Gates:
+    """A claim leaves a queue out whole that is paused for everybody, or for the tenant that it is bound to. What is paused for one
+    tenant goes on for the others: of an unbound claim `admit` holds that one's runs back, one by one, once."""
+    owners = {EVERYBODY, owner_of(request.scope)}
+    ids = [rule_id(owner, f"queue:{queue}") for owner in owners for queue in request.queues]
+    ids += [rule_id(owner, texts.TENANT) for owner in owners]
+    records = [rule.record for rule in (await _rules(work, ids)).values()]
+    paused = {record.scope_name for record in records if record.paused}
+    if texts.TENANT in paused:
+        return Gates(closed=frozenset(request.queues))
+    fair = {record.scope_name for record in records if record.fair} if request.scope is ALL else set[str]()
+    return Gates(
+        frozenset(queue for queue in request.queues if f"queue:{queue}" in paused),
+        frozenset(queue for queue in request.queues if f"queue:{queue}" in fair),
+    )
 
 
 # -- what claim and landing call --------------------------------------------------------------------------------------------
@@ -140,7 +159,8 @@ async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[st
         return {}
     scopes = {row["_id"]: scopes_of(row) for row in candidates}
     wanted = {queue_id for pairs in scopes.values() for queue_id, _ in pairs}
-    rules = await _rules(work, wanted)
+    # A row that merely lets tenants take turns is not written: it does not put claims in a line.
+    rules = {queue_id: rule for queue_id, rule in (await _rules(work, wanted)).items() if rule.holds}
     if not rules:
         return {row["_id"]: [] for row in candidates}
     await _lock(work, rules)
@@ -250,6 +270,12 @@ async def next_in_sequence(work: Work, sequence_keys: Iterable[str]) -> None:
 # -- the operator's side ----------------------------------------------------------------------------------------------------
 
 
+async def rules_of(work: Work, pairs: Sequence[tuple[str, str]]) -> dict[str, QueueRecord]:
+    """Of these scopes of a run (queue_id of the row, text) those that have a row, by text."""
+    rules = await _rules(work, (queue_id for queue_id, _ in pairs))
+    return {text: rules[queue_id].record for queue_id, text in pairs if queue_id in rules}
+
+
 async def queues(work: Work, scope: Scope) -> list[QueueRecord]:
     """The rows of flow control that a scope sees."""
     return [_rule(row).record for row in await work.find("durable_queue", of_scope(scope), sort=[("_id", 1)])]
@@ -258,9 +284,9 @@ async def queues(work: Work, scope: Scope) -> list[QueueRecord]:
 async def set_queue(work: Work, record: QueueRecord) -> None:
     """Put a row; it counts for the next claim. What it held back and no longer holds is ready in the same write, up to a batch.
     Raises Conflict for a row that can mean nothing, before anything is written."""
-    _check(record)
-    tenant_id = tenant_text(record.tenant)
-    queue_id = stored_id(tenant_id, record.scope_name)
+    texts.check(record)
+    owner = owner_of(record.tenant)
+    queue_id = rule_id(owner, record.scope_name)
     before = (await _rules(work, [queue_id])).get(queue_id)
     rule = _Rule(queue_id, record, None, None)
     if record.rate_count is not None:
@@ -269,9 +295,9 @@ async def set_queue(work: Work, record: QueueRecord) -> None:
             # A change of the rate hands out no new burst: what was there, in the new parts.
             had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
             rule.tokens = min(rule.burst, had)
-    await work.change_one("durable_queue", {"_id": queue_id}, _row_of(work, rule, tenant_id), upsert=True)
-    base = scope_text(tenant_id, record.scope_name)
-    await _adjust_permits(work, record, tenant_id, base)
+    await work.change_one("durable_queue", {"_id": queue_id}, _row_of(work, rule, owner), upsert=True)
+    base = scope_text(owner, record.scope_name)
+    await _adjust_permits(work, record, base)
     for text in await _blocked_scopes(work, base):
         await _fill(work, rule, text, RELEASE_BATCH)
 
@@ -296,19 +322,25 @@ def _row_of(work: Work, rule: _Rule, tenant_id: str) -> Change:
     return {"$set": there, "$inc": {"turn": 1}, **({"$unset": gone} if gone else {})}
 
 
-async def _adjust_permits(work: Work, record: QueueRecord, tenant_id: str, base: str) -> None:
+async def _adjust_permits(work: Work, record: QueueRecord, base: str) -> None:
     """A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late."""
     kind, _, name = record.scope_name.partition(":")
+    spread = texts.is_spread(base)
     if record.max_concurrency is None:
-        texts = {text for text in await _permits_in_use(work, base) if text == base or kind == "key"}
-        for text in sorted(texts):
+        in_use = {text for text in await _permits_in_use(work, base) if text == base or spread}
+        for text in sorted(in_use):
             await work.change_many("durable_run", {"permits": text}, {"$pull": {"permits": text}})
         return
-    where: Document = {"status": "running", "tenant_id": tenant_id, "name" if kind == "function" else "queue": name}
+    where: Document = {"status": "running", **of_scope(record.tenant)}
+    if name:
+        where["name" if kind == "function" else "queue"] = name
     if kind == "key":
         where["concurrency_key"] = {"$exists": True}
-    running = await work.find("durable_run", where, fields=["concurrency_key"])
-    texts_of = {row["_id"]: f"{base}:{row['concurrency_key']}" if kind == "key" else base for row in running}
+    if kind == "share":
+        where["tenant_id"] = {"$gt": ""}
+    running = await work.find("durable_run", where, fields=["concurrency_key", "tenant_id"])
+    of_what = "tenant_id" if kind == "share" else "concurrency_key"
+    texts_of = {row["_id"]: f"{base}:{row[of_what]}" if spread else base for row in running}
     await work.change_each(
         "durable_run",
         [
@@ -325,32 +357,18 @@ async def take_late(work: Work, run_ids: Sequence[str]) -> None:
     rules = await _rules(work, {queue_id for pairs in scopes.values() for queue_id, _ in pairs})
     changes: list[tuple[Where, Change]] = []
     for run_id, pairs in scopes.items():
-        texts = [
+        permits = [
             text for queue_id, text in pairs if queue_id in rules and rules[queue_id].record.max_concurrency is not None
         ]
-        if texts:
-            changes.append(({"_id": run_id}, {"$addToSet": {"permits": {"$each": texts}}, "$set": {"linked": True}}))
+        if permits:
+            changes.append(({"_id": run_id}, {"$addToSet": {"permits": {"$each": permits}}, "$set": {"linked": True}}))
     await _lock(work, rules)
     await work.change_each("durable_run", changes)
 
 
-def _check(record: QueueRecord) -> None:
-    kind, _, name = record.scope_name.partition(":")
-    if kind not in KINDS or not name:
-        raise Conflict(f"{record.scope_name!r} is no scope", hint="queue:NAME, function:NAME, or key:QUEUE")
-    if (record.rate_count is None) != (record.rate_period is None):
-        raise Conflict(f"{record.scope_name}: a rate is a count and a period", hint="give both, or neither")
-    if kind == "key" and record.rate_count is not None:
-        raise Conflict("a rate can not be set for each key of a queue", hint="set it on queue:NAME or function:NAME")
-    for what in ("max_concurrency", "rate_count", "rate_period", "rate_burst"):
-        value = getattr(record, what)
-        if value is not None and value < 1:
-            raise Conflict(f"{record.scope_name}: {what} = {value}", hint="at least 1; to stop a scope, pause it")
-
-
 def _under(base: str) -> Document:
-    """A scope and, for `key:QUEUE`, each of its keys."""
-    if not _is_key(base):
+    """A scope, or each of those that it is spread over."""
+    if not texts.is_spread(base):
         return {"$eq": base}
     return {"$gt": f"{base}:", "$lt": f"{base};"}
 
@@ -363,8 +381,8 @@ async def _permits_in_use(work: Work, base: str) -> list[str]:
 
 
 async def _blocked_scopes(work: Work, base: str) -> list[str]:
-    """Scope texts on which some run is blocked: the scope itself, or for `key:QUEUE` each of its keys."""
-    if not _is_key(base):
+    """Scope texts on which some run is blocked: the scope itself, or each of those that it is spread over."""
+    if not texts.is_spread(base):
         return [base]
     found: list[str] = []
     last = f"{base}:"
@@ -378,10 +396,6 @@ async def _next_scope(work: Work, after: str) -> str | None:
     where = {"status": "pending", "blocked_on": {"$gt": after}}
     row = await work.first("durable_run", where, fields=["blocked_on"], sort=[("blocked_on", 1)])
     return None if row is None else str(row["blocked_on"])
-
-
-def _is_key(base: str) -> bool:
-    return base.rpartition("/")[2].startswith("key:")
 
 
 async def _fill(work: Work, rule: _Rule | None, text: str, limit: int) -> int:
@@ -404,9 +418,9 @@ async def _fill(work: Work, rule: _Rule | None, text: str, limit: int) -> int:
 async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
     """Release what waits for tokens that have come in (76). The answer: when the next token comes for which a run waits."""
     soonest: Instant | None = None
-    where = {"rate_count": {"$exists": True}, **of_scope(scope)}
+    where = {"rate_count": {"$exists": True}, **seen_from(scope)}
     for rule in map(_rule, await work.find("durable_queue", where, sort=[("_id", 1)])):
-        text = scope_text(tenant_text(rule.record.tenant), rule.record.scope_name)
+        text = scope_text(owner_of(rule.record.tenant), rule.record.scope_name)
         if await _fill(work, rule, text, limit):
             await _lock(work, [rule.queue_id])
         if not rule.record.paused and await work.first(
@@ -424,7 +438,8 @@ async def free(work: Work, scope: Scope, limit: int) -> int:
     total, last = 0, ""
     while total < limit and (text := await _next_scope(work, last)) is not None:
         last = text
-        if text in (ALONE, SEQUENCE) or not sees(scope, _split(text)[0]):
+        owner = split(text)[0]
+        if text in (ALONE, SEQUENCE) or (owner != EVERYBODY and not sees(scope, owner)):
             continue
         queue_id = rule_of(text)
         freed = await _fill(work, (await _rules(work, [queue_id])).get(queue_id), text, limit - total)
@@ -456,25 +471,21 @@ async def _free_heads(work: Work, scope: Scope, limit: int) -> int:
     return freed
 
 
-def _split(text: str) -> tuple[str, str]:
-    """The tenant and the rest of a scope text. Names hold no slash and no colon, so a slash before the first colon is ours."""
-    head, colon, tail = text.partition(":")
-    tenant_id, slash, kind = head.rpartition("/")
-    return (tenant_id if slash else ""), f"{kind}{colon}{tail}"
-
-
 __all__ = [
     "ALONE",
     "SEQUENCE",
+    "Gates",
     "admit",
     "free",
+    "gates",
     "head_of",
     "next_in_sequence",
     "queues",
     "refill",
     "release",
-    "rules_for",
-    "scope_text",
+    "ruled",
+    "rules_of",
+    "seen_from",
     "set_queue",
     "take_late",
 ]

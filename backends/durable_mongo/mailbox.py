@@ -58,6 +58,19 @@ async def send(work: Work, signal: NewSignal, scope: Scope) -> int:
     return seq
 
 
+async def signals(work: Work, run_id: str, scope: Scope) -> list[Signal]:
+    """Every signal that is kept of a run, by seq. Raises NotFound."""
+    row = await work.first("durable_run", {"_id": run_id}, fields=["tenant_id", "purging_at"])
+    if not visible(row, scope):
+        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+    rows = await work.find("durable_signal", belonging_to(run_id))
+    return [_signal(one) for one in sorted(rows, key=lambda one: int(one["seq"]))]
+
+
+def _signal(row: Document) -> Signal:
+    return Signal(name=row["name"], seq=int(row["seq"]), payload=row["payload"], at=instant(row, "created_at") or 0)
+
+
 async def inbox(work: Work, leases: Sequence[Lease]) -> list[Inbox | None]:
     """For each lease what came from outside and no record holds; None where the fence is gone. The counters are read first: what comes
     after that is a wake that the suspension does not match (31)."""
@@ -83,11 +96,7 @@ async def _inbox(work: Work, row: Document) -> Inbox:
     return Inbox(
         wake_seq=int(row["wake_seq"]),
         cancel_requested=asked(row),
-        signals=[
-            Signal(name=one["name"], seq=int(one["seq"]), payload=one["payload"], at=instant(one, "created_at") or 0)
-            for one in sorted(signals, key=lambda one: int(one["seq"]))
-            if one["seq"] not in seqs
-        ],
+        signals=[_signal(one) for one in sorted(signals, key=lambda one: int(one["seq"])) if one["seq"] not in seqs],
         children=children,
     )
 
@@ -134,4 +143,4 @@ async def _ended_children(work: Work, row: Document) -> list[ChildEnd]:
     ]
 
 
-__all__ = ["inbox", "send"]
+__all__ = ["inbox", "send", "signals"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
+from uuid import UUID
 
 from durable import model as m
 from durable.errors import PayloadTooLarge
@@ -32,6 +33,7 @@ from . import (
     retry,
     schedules,
     settle,
+    tenants,
     transactions,
     upkeep,
     views,
@@ -182,6 +184,10 @@ class Store:
             return await transactions.on_callers(self._database, tx, lambda work: mailbox.send(work, signal, scope))
         return await self._write(lambda work: mailbox.send(work, signal, scope))
 
+    async def signals(self, run_id: str, *, scope: Scope) -> Sequence[m.Signal]:
+        """See `mailbox.signals`."""
+        return await self._read(lambda work: mailbox.signals(work, run_id, scope))
+
     async def inbox(self, leases: Sequence[m.Lease]) -> Sequence[m.Inbox | None]:
         """See `mailbox.inbox`."""
         return await self._read(lambda work: mailbox.inbox(work, leases))
@@ -198,7 +204,8 @@ class Store:
 
     async def mend(self, *, scope: Scope, limit: int) -> int:
         """See `upkeep.mend`."""
-        return await self._write(lambda work: upkeep.mend(work, scope, limit))
+        in_vain = await self._plain(lambda work: upkeep.waiting_in_vain(work, scope, limit))
+        return await self._write(lambda work: upkeep.mend(work, scope, limit, in_vain))
 
     async def purge(self, *, scope: Scope, limit: int, older_than: Micros | None = None) -> int:
         """See `purge.purge`."""
@@ -227,6 +234,14 @@ class Store:
     async def set_queue(self, queue: m.QueueRecord) -> None:
         """See `flow.set_queue`."""
         await self._write(lambda work: flow.set_queue(work, queue))
+
+    async def tenants(self, *, scope: Scope) -> Sequence[m.TenantStats]:
+        """See `tenants.tenants`."""
+        return await self._read(lambda work: tenants.tenants(work, scope))
+
+    async def erase(self, tenant: UUID, *, limit: int) -> int:
+        """See `tenants.erase`."""
+        return await tenants.erase(self._database, tenant, limit)
 
     async def explain(self, run_id: str, *, scope: Scope) -> m.Explanation:
         """See `views.explain`."""

@@ -11,7 +11,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from durable.errors import NotFound
-from durable.model import ALL, TERMINAL, Explanation, Instant, QueueStats, RunRecord, Scope, Status, WorkerRecord
+from durable.flow import EVERYBODY, scopes_of
+from durable.model import (
+    ALL,
+    TERMINAL,
+    Explanation,
+    Instant,
+    QueueRecord,
+    QueueStats,
+    RunRecord,
+    Scope,
+    Status,
+    WorkerRecord,
+)
 from durable.settings import Micros
 from durable.storekit import stored_key
 
@@ -39,7 +51,7 @@ async def stats(work: Work, scope: Scope) -> list[QueueStats]:
     depths: dict[str, dict[str, Any]] = {}
     for row in await work.aggregate("durable_run", stages):
         _add(depths.setdefault(row["_id"]["queue"], _nothing()), row["_id"], row["count"], row["oldest"])
-    names = {"scope_name": {"$gt": "queue:", "$lt": "queue;"}, "paused": True, **of_scope(scope)}
+    names = {"scope_name": {"$gt": "queue:", "$lt": "queue;"}, "paused": True, **flow.seen_from(scope)}
     paused = {
         row["scope_name"].partition(":")[2] for row in await work.find("durable_queue", names, fields=["scope_name"])
     }
@@ -172,11 +184,13 @@ async def _blocked(work: Work, run: RunRecord) -> _Reason | None:
             else f"run {front['_id']} ({front['status']})"
         )
         return "sequence", f"Of the sequence {run.sequence_key!r} one run goes at a time: it waits for {whom}."
-    rule = await _rule_of(work, run, run.blocked_on)
+    rule = (await _rules_of(work, run)).get(run.blocked_on)
     if rule is None:
         return "limit", f"It was held back by {run.blocked_on}, which has no limit any more: the next mend releases it."
     if rule.paused:
         return "paused", f"{run.blocked_on} is paused."
+    if run.blocked_on.startswith(f"{EVERYBODY}/"):  # who is in flight there is another tenant's secret
+        return "limit", f"It waits for room in {run.blocked_on}, which all tenants share (at most {_rate(rule)})."
     rows = await work.find("durable_run", {"permits": run.blocked_on}, fields=["_id"], sort=[("submitted", 1)], limit=6)
     holders = [row["_id"] for row in rows]
     if rule.max_concurrency is not None and holders:
@@ -187,17 +201,13 @@ async def _blocked(work: Work, run: RunRecord) -> _Reason | None:
     return "limit", f"It waits for room in {run.blocked_on} (at most {_rate(rule)})."
 
 
-async def _rule_of(work: Work, run: RunRecord, text: str) -> Any:
-    bases = {
-        flow.scope_text(tenant_text(run.tenant), name): name for name in (f"queue:{run.queue}", f"function:{run.name}")
-    }
-    name = bases.get(text, f"key:{run.queue}")
-    rules = await flow.queues(work, run.tenant)
-    return next((rule for rule in rules if rule.scope_name == name), None)
+async def _rules_of(work: Work, run: RunRecord) -> dict[str, QueueRecord]:
+    """The rows that count for a run, by the text of the scope."""
+    return await flow.rules_of(work, scopes_of(tenant_text(run.tenant), run.queue, run.name, run.concurrency_key))
 
 
-def _rate(rule: Any) -> str:
-    if rule.rate_count is None:
+def _rate(rule: QueueRecord) -> str:
+    if rule.rate_count is None or rule.rate_period is None:
         return f"{rule.max_concurrency} at once"
     return f"{rule.rate_count} per {timedelta(microseconds=rule.rate_period)}"
 
@@ -212,11 +222,10 @@ def _delayed(run: RunRecord, now: Instant) -> _Reason | None:
 
 
 async def _paused(work: Work, run: RunRecord) -> list[_Reason]:
-    names = (f"queue:{run.queue}", f"function:{run.name}")
     return [
-        ("paused", f"{rule.scope_name} is paused.")
-        for rule in await flow.queues(work, run.tenant)
-        if rule.paused and rule.scope_name in names and run.blocked_on is None
+        ("paused", f"{text} is paused.")
+        for text, rule in (await _rules_of(work, run)).items()
+        if rule.paused and run.blocked_on is None
     ]
 
 

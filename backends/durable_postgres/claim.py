@@ -11,7 +11,9 @@ import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any, Final
+from uuid import UUID
 
+from durable.flow import Turns, concerning, dealt, in_turn, owner_of
 from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Lease, RunRecord, Status, StepRecord
 
 from . import flow, landing, locks
@@ -19,6 +21,7 @@ from .adapting import Span
 from .operation import Ask, Operation, Row, Work, first, rows, together
 from .rows import READY, ROUTE, RUN_COLUMNS, STEP_COLUMNS, STEP_ORDER, run_record, step_record
 
+_FIRST, _LAST = UUID(int=0), (1 << 128) - 1
 ROUNDS: Final = 8
 """How often a claim looks again after the heads that it found were landed or held back. What then remains, the next claim takes."""
 
@@ -47,11 +50,11 @@ _WHOSE: Final = {
 QUICK: Final = {
     whose: f"""
 WITH dispute AS MATERIALIZED (
-    SELECT EXISTS (SELECT 1 FROM durable_queue) AS ruled,
+    SELECT EXISTS (SELECT 1 FROM durable_queue AS q WHERE q.scope_name = ANY ($8::text[])) AS ruled,
         EXISTS (SELECT 1 FROM durable_run AS r WHERE r.lease_owner = $4 AND r.status = 'running') AS held),
 heads AS MATERIALIZED (
     SELECT o.run_id, o.clean FROM unnest($2::text[], $3::integer[]) WITH ORDINALITY AS q (queue, room, place) CROSS JOIN LATERAL (
-        {_OF_QUEUE.format(which=which.format("$8"), queue="q.queue", room="q.room")}) AS o
+        {_OF_QUEUE.format(which=which.format("$9"), queue="q.queue", room="q.room")}) AS o
     WHERE NOT (SELECT d.ruled OR d.held FROM dispute AS d) ORDER BY q.place, o.priority DESC, o.submitted LIMIT $7),
 taken AS (
     UPDATE durable_run AS r SET {_TAKEN} FROM heads WHERE r.run_id = heads.run_id AND heads.clean RETURNING {RUN_COLUMNS})
@@ -67,6 +70,36 @@ HEADS: Final = {
     whose: _LOCKED.format(row=_ROW, heads=_OF_QUEUE.format(which=which.format("$4"), queue="$2", room="$3"))
     for whose, which in _WHOSE.items()
 }
+# Whose turn it is: the first tenant from here on that has something ready, then the next one, each by a look at the index.
+_LIVE_ROUTES: Final = f"""
+live AS MATERIALIZED (
+    SELECT n.route FROM unnest($1::text[]) AS n (route)
+    WHERE EXISTS (SELECT 1 FROM durable_run AS r WHERE r.queue = $2 AND {ROUTE} = n.route AND {READY}))
+"""
+_FIRST_OF: Final = f"""
+(SELECT h.tenant_id FROM live CROSS JOIN LATERAL (
+    SELECT r.tenant_id FROM durable_run AS r
+    WHERE r.queue = $2 AND {ROUTE} = live.route AND r.tenant_id {{beyond}} AND {READY} ORDER BY r.tenant_id LIMIT 1) AS h
+ORDER BY h.tenant_id LIMIT 1)
+"""
+TURNS: Final = f"""
+WITH RECURSIVE {_LIVE_ROUTES},
+turn (tenant_id, place) AS (
+    SELECT {_FIRST_OF.format(beyond=">= $3::uuid")}, 1
+    UNION ALL SELECT {_FIRST_OF.format(beyond="> turn.tenant_id")}, turn.place + 1 FROM turn
+    WHERE turn.tenant_id IS NOT NULL AND turn.place < $4)
+SELECT turn.tenant_id FROM turn WHERE turn.tenant_id IS NOT NULL ORDER BY turn.place
+"""
+# The untagged among the first of the queue: only they are locked.
+FRONT: Final = f"""
+SELECT {_ROW} FROM durable_run AS r WHERE {READY} AND r.run_id = ANY (ARRAY(
+    SELECT o.run_id FROM (
+        SELECT h.run_id, h.tenant_id FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
+            SELECT r.run_id, r.tenant_id, r.priority, r.submitted FROM durable_run AS r
+            WHERE r.queue = $2 AND {ROUTE} = n.route AND {READY} ORDER BY r.priority DESC, r.submitted LIMIT $3) AS h
+        ORDER BY h.priority DESC, h.submitted LIMIT $3) AS o
+    WHERE o.tenant_id IS NULL)) ORDER BY r.priority DESC, r.submitted FOR NO KEY UPDATE SKIP LOCKED
+"""
 HEADS_ALONE: Final = f"""
 SELECT {_ROW} FROM durable_run AS r
 WHERE r.blocked_on = 'alone' AND r.status = 'pending' AND r.available_at IS NULL AND ($1 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid)
@@ -104,7 +137,8 @@ def quick(work: Work, request: ClaimRequest) -> Operation[Taken]:
     queues = {queue: place for place, (queue, most) in enumerate(request.queues.items()) if most > 0}
     rooms = [min(request.queues[queue], request.limit) for queue in queues]
     fence = (request.mark, Span(request.lease), request.family)
-    values = (_routes(request), list(queues), rooms, *fence, request.limit, *tenant)
+    names = concerning(request.queues, (name for name, _ in request.functions))
+    values = (_routes(request), list(queues), rooms, *fence, request.limit, names, *tenant)
     _, found = yield from together(_one_at_a_time(work, request.mark), Ask(QUICK[whose], values))
     ruled, held, unclean = found[0][:3]
     taken = [run_record(row[3:]) for row in found if row[3] is not None]
@@ -122,14 +156,14 @@ def held(work: Work, mark: str) -> Operation[list[RunRecord]]:
     return [run_record(row) for row in (yield from rows(HELD, mark))]
 
 
-def thorough(work: Work, request: ClaimRequest) -> Operation[Taken]:
+def thorough(work: Work, request: ClaimRequest, turns: Turns) -> Operation[Taken]:
     """Take up to so many of each queue, land what ends here, and hold back what has no permit."""
     yield from together(_one_at_a_time(work, request.mark))
     already = yield from held(work, request.mark)
     if already:
         return Taken(already, again=True)
-    closed = yield from flow.paused(request.scope)
-    open_queues = {queue: most for queue, most in request.queues.items() if most > 0 and f"queue:{queue}" not in closed}
+    gates = yield from flow.gates(request)
+    open_queues = {queue: most for queue, most in request.queues.items() if most > 0 and queue not in gates.closed}
     if request.alone:
         alone = yield from _alone(work, request, open_queues)
         if alone:
@@ -137,7 +171,9 @@ def thorough(work: Work, request: ClaimRequest) -> Operation[Taken]:
     chosen: list[str] = []
     for queue, most in open_queues.items():
         left = min(most, request.limit - len(chosen))
-        if left > 0:
+        if left > 0 and queue in gates.fair:
+            chosen += yield from _in_turn(work, request, queue, left, turns)
+        elif left > 0:
             chosen += yield from _from_queue(work, request, queue, left)
     return Taken((yield from _take(request, chosen)))
 
@@ -206,6 +242,51 @@ def _from_queue(work: Work, request: ClaimRequest, queue: str, room: int) -> Ope
         if len(admitted) == len(new) or len(chosen) >= room:
             break
     return chosen
+
+
+def _in_turn(work: Work, request: ClaimRequest, queue: str, room: int, turns: Turns) -> Operation[list[str]]:
+    """The runs to take from a fair queue: of each tenant in turn, beginning behind the one that was served last. What is read is bounded by
+    the tenants and by what is taken, whatever the backlog of one of them (10)."""
+    chosen: list[str] = []
+    for _ in range(ROUNDS):
+        found = yield from _heads_in_turn(_routes(request), queue, room - len(chosen), turns.last(queue), chosen)
+        turns.served(queue, [owner_of(row[3]) for row in found])
+        admitted = yield from _admitted(work, found)
+        chosen += admitted
+        if len(admitted) == len(found) or len(chosen) >= room:
+            break
+    return chosen
+
+
+def _heads_in_turn(
+    routes: Sequence[str], queue: str, room: int, last: str | None, chosen: Sequence[str]
+) -> Operation[list[Row]]:
+    """The heads of a fair queue, dealt out; those that were chosen in an earlier round are still in the index, and in front."""
+    behind = UUID(int=min(UUID(last).int + 1, _LAST)) if last else _FIRST
+    front, after, before = yield from together(
+        Ask(FRONT, (routes, queue, room + len(chosen))),
+        Ask(TURNS, (routes, queue, behind, room)),
+        Ask(TURNS, (routes, queue, _FIRST, room)),
+    )
+    # The untagged have no turn of their own in the index: those at the front of the queue are dealt as one hand.
+    untagged = [row for row in front if row[0] not in chosen]
+    tenants = in_turn(
+        last,
+        lambda one, most: [str(row[0]) for row in (after if one else before)][:most],
+        room,
+        untagged=bool(untagged),
+    )
+    share = -(-room // max(1, len(tenants)))
+    tagged = [UUID(one) for one in tenants if one]
+    while True:
+        asks = [Ask(HEADS["tenant"], (routes, queue, share + len(chosen), one)) for one in tagged]
+        answers = (yield from together(*asks)) if asks else []
+        hands = [[row for row in found if row[0] not in chosen] for found in answers]
+        by_tenant = {str(one): hand for one, hand in zip(tagged, hands, strict=True)}
+        heads = dealt([by_tenant[one] if one else untagged for one in tenants], room)
+        if len(heads) == room or all(len(hand) < share for hand in hands):
+            return heads
+        share *= 2
 
 
 def _alone(work: Work, request: ClaimRequest, open_queues: dict[str, int]) -> Operation[list[str]]:

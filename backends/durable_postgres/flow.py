@@ -5,9 +5,7 @@ Claim calls `admit` with its candidates, every write by which a run leaves `runn
 order, and counts in a later statement: so it sees what the one before it has done. Runs that are released are taken as they are free;
 one that somebody holds is left to the net. Nothing here changes a status, lands a run, or decides a limit.
 
-A row of flow control counts for the runs of its own tenant (ADR 0030). The scopes of a run are `queue:NAME`, `function:NAME` and,
-where it has a concurrency key, `key:QUEUE:KEY`; a tenant's scopes carry the tenant in front, `TENANT/queue:NAME`. That text is
-what permits are counted by and what `blocked_on` says.
+What the rows and the texts of scopes mean stands in `durable.flow`; everybody's row has no tenant here, and is known by its queue_id.
 """
 
 from __future__ import annotations
@@ -18,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
 
-from durable.errors import Conflict
-from durable.model import ALL, Instant, QueueRecord, Scope
-from durable.storekit import stored_key, within
+from durable import flow as texts
+from durable.flow import EVERYBODY, owner_of, rule_id, rule_of, scope_text, scopes_of, split
+from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
+from durable.storekit import within
 
 from . import locks
 from .adapting import at, span
@@ -29,7 +28,6 @@ from .rows import IN_SCOPE, LIVE, of_scope
 
 ALONE: Final = "alone"
 SEQUENCE: Final = "sequence"
-KINDS: Final = ("queue", "function", "key")
 RELEASE_BATCH: Final = 1_000
 """Runs that one change of a row releases at the most; the net releases the rest."""
 
@@ -38,10 +36,16 @@ SELECT r.queue_id, r.scope_name, r.tenant_id, r.paused, r.max_concurrency, r.rat
     trunc(r.rate_tokens)::text, r.rate_at, r.fair
 FROM durable_queue AS r
 """
-RULES: Final = f"{_RULE} WHERE r.queue_id = ANY ($1::text[]) ORDER BY r.queue_id FOR NO KEY UPDATE"
-LIST_RULES: Final = f"{_RULE} WHERE {IN_SCOPE} ORDER BY r.queue_id"
-PAUSED: Final = f"{_RULE} WHERE r.paused AND r.tenant_id IS NOT DISTINCT FROM $1::uuid"
-RATED: Final = f"{_RULE} WHERE r.rate_count IS NOT NULL AND {IN_SCOPE} ORDER BY r.queue_id FOR NO KEY UPDATE"
+_EVERYBODYS: Final = f"starts_with(r.queue_id, '{EVERYBODY}:')"
+# Only rows that hold something back are locked: those that merely let tenants take turns do not put claims in a line.
+_HOLDS: Final = "(r.paused OR r.max_concurrency IS NOT NULL OR r.rate_count IS NOT NULL)"
+RULES: Final = f"{_RULE} WHERE r.queue_id = ANY ($1::text[]) AND {_HOLDS} ORDER BY r.queue_id FOR NO KEY UPDATE"
+BEFORE: Final = f"{_RULE} WHERE r.queue_id = $1 FOR NO KEY UPDATE"
+GATES: Final = f"{_RULE} WHERE r.queue_id = ANY ($1::text[])"
+LIST_RULES: Final = f"{_RULE} WHERE {IN_SCOPE} AND ($1 OR NOT {_EVERYBODYS}) ORDER BY r.queue_id"
+RATED: Final = f"""
+{_RULE} WHERE r.rate_count IS NOT NULL AND ({IN_SCOPE} OR {_EVERYBODYS}) ORDER BY r.queue_id FOR NO KEY UPDATE
+"""
 PUT_RULE: Final = """
 INSERT INTO durable_queue AS q (queue_id, scope_name, tenant_id, paused, max_concurrency, rate_count, rate_period, rate_burst,
                                 rate_tokens, rate_at, fair, updated_at)
@@ -58,8 +62,8 @@ IN_FLIGHT: Final = "SELECT p.scope, count(*) FROM durable_permit AS p WHERE p.sc
 # A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late.
 _RUNNING: Final = """
 WITH flying AS MATERIALIZED (
-    SELECT r.run_id, r.concurrency_key FROM durable_run AS r
-    WHERE r.status = 'running' AND r.tenant_id IS NOT DISTINCT FROM $2::uuid AND {which} ORDER BY r.run_id FOR SHARE SKIP LOCKED)
+    SELECT r.run_id, r.concurrency_key, r.tenant_id FROM durable_run AS r
+    WHERE r.status = 'running' AND ($4 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid) AND {which} ORDER BY r.run_id FOR SHARE SKIP LOCKED)
 INSERT INTO durable_permit (scope, run_id, taken_at) SELECT {scope}, f.run_id, now() FROM flying AS f ON CONFLICT DO NOTHING
 """
 PERMITS_OF_RUNNING: Final = {
@@ -68,6 +72,10 @@ PERMITS_OF_RUNNING: Final = {
     "key": _RUNNING.format(
         which="r.queue = $3::text AND r.concurrency_key IS NOT NULL", scope="$1::text || ':' || f.concurrency_key"
     ),
+    "share": _RUNNING.format(
+        which="r.queue = $3::text AND r.tenant_id IS NOT NULL", scope="$1::text || ':' || f.tenant_id::text"
+    ),
+    "tenant": _RUNNING.format(which="$3::text = ''", scope="$1::text"),
 }
 DROP_PERMITS: Final = "DELETE FROM durable_permit WHERE scope = $1 OR (scope > $2 AND scope < $3)"
 TAKE_PERMITS: Final = """
@@ -129,6 +137,19 @@ class Candidate:
     name: str
     concurrency_key: str | None
 
+    @property
+    def scopes(self) -> list[tuple[str, str]]:
+        """(queue_id of the row, text) of every scope it is in."""
+        return scopes_of(owner_of(self.tenant), self.queue, self.name, self.concurrency_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What the rows of queues say to a claim as a whole: which give it nothing, and in which tenants take turns."""
+
+    closed: frozenset[str] = frozenset()
+    fair: frozenset[str] = frozenset()
+
 
 @dataclass(slots=True)
 class _Rule:
@@ -155,7 +176,8 @@ class _Rule:
             self.tokens = self.burst
         else:
             self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * rate)
-        self.at = now
+        # Who waited for the row may have an earlier now: no span of time is counted twice.
+        self.at = now if self.at is None else max(now, self.at)
         return self.tokens
 
     def next_token(self, now: Instant) -> Instant:
@@ -179,7 +201,7 @@ def _rule(row: Row) -> _Rule:
     queue_id, scope_name, tenant, paused, most, rate, period, burst, tokens, since, fair = row
     record = QueueRecord(
         scope_name=scope_name,
-        tenant=tenant,
+        tenant=ALL if queue_id.startswith(f"{EVERYBODY}:") else tenant,
         paused=paused,
         max_concurrency=most,
         rate_count=rate,
@@ -188,37 +210,6 @@ def _rule(row: Row) -> _Rule:
         fair=fair,
     )
     return _Rule(queue_id, record, None if tokens is None else int(tokens), since)
-
-
-# -- the scopes of a run --------------------------------------------------------------------------------------------------
-
-
-def scope_text(tenant: UUID | None, base: str) -> str:
-    """The text of a scope by which permits are counted and which `blocked_on` shows."""
-    return base if tenant is None else f"{tenant}/{base}"
-
-
-def scopes_of(candidate: Candidate) -> list[tuple[str, str]]:
-    """(queue_id of the rule, scope text) of every scope that a run is in, whether it is limited or not."""
-    bases = [(f"queue:{candidate.queue}",) * 2, (f"function:{candidate.name}",) * 2]
-    if candidate.concurrency_key is not None:
-        bases.append((f"key:{candidate.queue}", f"key:{candidate.queue}:{candidate.concurrency_key}"))
-    tenant = candidate.tenant
-    return [(stored_key(tenant, rule), scope_text(tenant, base)) for rule, base in bases]
-
-
-def _queue_id(text: str) -> str:
-    """The rule that a scope text is counted by."""
-    tenant, base = _split(text)
-    kind, _, rest = base.partition(":")
-    return stored_key(tenant, f"key:{rest.partition(':')[0]}" if kind == "key" else base)
-
-
-def _split(text: str) -> tuple[UUID | None, str]:
-    """The tenant and the rest of a scope text. Names hold no slash and no colon, so a slash before the first colon is ours."""
-    head, colon, tail = text.partition(":")
-    tenant, slash, kind = head.rpartition("/")
-    return (UUID(tenant) if slash else None), f"{kind}{colon}{tail}"
 
 
 def _rules(queue_ids: Iterable[str]) -> Operation[dict[str, _Rule]]:
@@ -243,7 +234,7 @@ def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candida
     that is full or paused, and are outside the ready index until it frees (73, 74)."""
     if not candidates:
         return []
-    scopes = {candidate.run_id: scopes_of(candidate) for candidate in candidates}
+    scopes = {candidate.run_id: candidate.scopes for candidate in candidates}
     rules = yield from _rules(queue_id for pairs in scopes.values() for queue_id, _ in pairs)
     if not rules:
         return list(candidates)
@@ -311,7 +302,7 @@ def release(work: Work, run_ids: Iterable[str]) -> Operation[None]:
     held = yield from rows(HELD_PERMITS, ids)
     if not held:
         return
-    yield from _rules(_queue_id(text) for (text,) in held)
+    yield from _rules(rule_of(text) for (text,) in held)
     for text, number in (yield from rows(GIVE_BACK, ids)):
         yield from _unblock(work, text, number)
 
@@ -345,12 +336,21 @@ def occupied(work: Work, sequence_keys: Iterable[str]) -> Operation[set[str]]:
     return {key for (key,) in (yield from rows(OCCUPIED, keys))}
 
 
-def paused(scope: Scope) -> Operation[frozenset[str]]:
-    """Names of paused scopes (`queue:NAME`, `function:NAME`): a claim bound to one tenant leaves them out whole. An unbound claim
-    leaves out nothing: what is paused for one tenant goes on for the others, and `admit` holds that one's runs back."""
-    if scope is ALL:
-        return frozenset()
-    return frozenset(row[1] for row in (yield from rows(PAUSED, scope)))
+def gates(request: ClaimRequest) -> Operation[Gates]:
+    """A claim leaves a queue out whole that is paused for everybody, or for the tenant that it is bound to. What is paused for one
+    tenant goes on for the others: of an unbound claim `admit` holds that one's runs back, one by one, once."""
+    owners = {EVERYBODY, owner_of(request.scope)}
+    ids = [rule_id(owner, f"queue:{queue}") for owner in owners for queue in request.queues]
+    ids += [rule_id(owner, texts.TENANT) for owner in owners]
+    records = [_rule(row).record for row in (yield from rows(GATES, ids))]
+    paused = {record.scope_name for record in records if record.paused}
+    if texts.TENANT in paused:
+        return Gates(closed=frozenset(request.queues))
+    fair = {record.scope_name for record in records if record.fair} if request.scope is ALL else set[str]()
+    return Gates(
+        frozenset(queue for queue in request.queues if f"queue:{queue}" in paused),
+        frozenset(queue for queue in request.queues if f"queue:{queue}" in fair),
+    )
 
 
 # -- the operator's side ----------------------------------------------------------------------------------------------------
@@ -361,12 +361,20 @@ def queues(work: Work, scope: Scope) -> Operation[list[QueueRecord]]:
     return [_rule(row).record for row in (yield from rows(LIST_RULES, *of_scope(scope)))]
 
 
+def rules_of(pairs: Sequence[tuple[str, str]]) -> Operation[dict[str, QueueRecord]]:
+    """Of these scopes of a run (queue_id of the row, text) those that have a row, by text."""
+    found = {row[0]: _rule(row).record for row in (yield from rows(GATES, [queue_id for queue_id, _ in pairs]))}
+    return {text: found[queue_id] for queue_id, text in pairs if queue_id in found}
+
+
 def set_queue(work: Work, record: QueueRecord) -> Operation[None]:
     """Put a row; it counts for the next claim. What it held back and no longer holds is ready in the same write, up to a batch.
     Raises Conflict for a row that can mean nothing, before anything is written."""
-    _check(record)
-    queue_id = stored_key(record.tenant, record.scope_name)
-    before = (yield from _rules([queue_id])).get(queue_id)
+    texts.check(record)
+    owner = owner_of(record.tenant)
+    queue_id = rule_id(owner, record.scope_name)
+    row = yield from first(BEFORE, queue_id)
+    before = None if row is None else _rule(row)
     fresh = _Rule(queue_id, record, None, None)
     tokens: int | None = None
     since: Instant | None = None
@@ -384,35 +392,22 @@ def set_queue(work: Work, record: QueueRecord) -> Operation[None]:
         record.rate_burst,
     )
     bucket = (None if tokens is None else str(tokens), at(since), record.fair)
-    yield from count(PUT_RULE, queue_id, record.scope_name, record.tenant, *values, *bucket)
+    tenant = None if record.tenant is ALL else record.tenant
+    yield from count(PUT_RULE, queue_id, record.scope_name, tenant, *values, *bucket)
     rule = _Rule(queue_id, record, tokens, since)
-    base = scope_text(record.tenant, record.scope_name)
+    base = scope_text(owner, record.scope_name)
     kind, _, name = record.scope_name.partition(":")
     if record.max_concurrency is None:
-        yield from count(DROP_PERMITS, base, *((base, base) if kind != "key" else (f"{base}:", f"{base};")))
+        yield from count(DROP_PERMITS, base, *((f"{base}:", f"{base};") if texts.is_spread(base) else (base, base)))
     else:
-        yield from count(PERMITS_OF_RUNNING[kind], base, record.tenant, name)
+        yield from count(PERMITS_OF_RUNNING[kind], base, tenant, name, record.tenant is ALL)
     for text in (yield from _blocked_scopes(base)):
         yield from _fill(work, rule, text, RELEASE_BATCH)
 
 
-def _check(record: QueueRecord) -> None:
-    kind, _, name = record.scope_name.partition(":")
-    if kind not in KINDS or not name:
-        raise Conflict(f"{record.scope_name!r} is no scope", hint="queue:NAME, function:NAME, or key:QUEUE")
-    if (record.rate_count is None) != (record.rate_period is None):
-        raise Conflict(f"{record.scope_name}: a rate is a count and a period", hint="give both, or neither")
-    if kind == "key" and record.rate_count is not None:
-        raise Conflict("a rate can not be set for each key of a queue", hint="set it on queue:NAME or function:NAME")
-    for what in ("max_concurrency", "rate_count", "rate_period", "rate_burst"):
-        value = getattr(record, what)
-        if value is not None and value < 1:
-            raise Conflict(f"{record.scope_name}: {what} = {value}", hint="at least 1; to stop a scope, pause it")
-
-
 def _blocked_scopes(base: str) -> Operation[list[str]]:
-    """Scope texts on which some run is blocked: the scope itself, or for `key:QUEUE` each of its keys."""
-    if not base.rpartition("/")[2].startswith("key:"):
+    """Scope texts on which some run is blocked: the scope itself, or each of those that it is spread over."""
+    if not texts.is_spread(base):
         return [base]
     found: list[str] = []
     last = f"{base}:"
@@ -444,7 +439,7 @@ def refill(work: Work, scope: Scope, most: int) -> Operation[Instant | None]:
     """Release what waits for tokens that have come in (76). The answer: when the next token comes for which a run waits."""
     soonest: Instant | None = None
     for rule in map(_rule, (yield from rows(RATED, *of_scope(scope)))):
-        text = scope_text(rule.record.tenant, rule.record.scope_name)
+        text = scope_text(owner_of(rule.record.tenant), rule.record.scope_name)
         yield from _fill(work, rule, text, most)
         if not rule.record.paused and (yield from first(SOME_BLOCKED, text)) is not None:
             due = rule.next_token(work.now)
@@ -461,9 +456,10 @@ def free(work: Work, scope: Scope, most: int) -> Operation[int]:
         last = row[0]
         if last in (ALONE, SEQUENCE):
             continue
-        if not within(_split(last)[0], scope):
+        owner = split(last)[0]
+        if owner != EVERYBODY and not within(UUID(owner) if owner else None, scope):
             continue
-        queue_id = _queue_id(last)
+        queue_id = rule_of(last)
         rule = (yield from _rules([queue_id])).get(queue_id)
         total += yield from _fill(work, rule, last, most - total)
     stranded = yield from rows(STRANDED_HEADS, *of_scope(scope), most)
@@ -476,14 +472,15 @@ __all__ = [
     "ALONE",
     "SEQUENCE",
     "Candidate",
+    "Gates",
     "admit",
     "free",
+    "gates",
     "next_in_sequence",
     "occupied",
-    "paused",
     "queues",
     "refill",
     "release",
-    "scopes_of",
+    "rules_of",
     "set_queue",
 ]

@@ -12,7 +12,7 @@ from durable.model import TERMINAL, ChildEnd, Inbox, Lease, NewSignal, Scope, Si
 from durable.storekit import within
 
 from .operation import Ask, Operation, Row, Work, first, rows, together
-from .rows import RUNNING
+from .rows import IN_SCOPE, RUNNING, of_scope
 
 TARGET: Final = """
 SELECT r.status, r.tenant_id, r.queue, s.seq FROM durable_run AS r
@@ -38,6 +38,10 @@ HELD: Final = f"""
 SELECT r.run_id, r.attempts, r.lease_owner, r.wake_seq, r.cancel_requested_at IS NOT NULL AND r.cancel_refused_at IS NULL
 FROM durable_run AS r WHERE r.run_id = ANY ($1::text[]) AND {RUNNING}
 """
+VISIBLE: Final = f"SELECT 1 FROM durable_run AS r WHERE {IN_SCOPE} AND r.run_id = $3"
+KEPT: Final = (
+    "SELECT g.name, g.seq, g.payload, g.created_at FROM durable_signal AS g WHERE g.run_id = $1 ORDER BY g.seq"
+)
 UNTAKEN: Final = """
 SELECT g.run_id, g.name, g.seq, g.payload, g.created_at FROM durable_signal AS g WHERE g.run_id = ANY ($1::text[])
 AND NOT EXISTS (SELECT 1 FROM durable_step AS s WHERE s.run_id = g.run_id AND s.signal_seq = g.seq) ORDER BY g.run_id, g.seq
@@ -74,6 +78,14 @@ def send(work: Work, signal: NewSignal, scope: Scope) -> Operation[int]:
     if status == Status.SUSPENDED:
         work.announce(f"queue:{queue}")
     return int(number)
+
+
+def signals(work: Work, run_id: str, scope: Scope) -> Operation[list[Signal]]:
+    """Every signal that is kept of a run, by seq. Raises NotFound."""
+    visible, found = yield from together(Ask(VISIBLE, (*of_scope(scope), run_id)), Ask(KEPT, (run_id,)))
+    if not visible:
+        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+    return [Signal(name=name, seq=seq, payload=payload, at=instant) for name, seq, payload, instant in found]
 
 
 def inbox(work: Work, leases: Sequence[Lease]) -> Operation[list[Inbox | None]]:
@@ -117,4 +129,4 @@ def _child(row: Row) -> ChildEnd:
     )
 
 
-__all__ = ["inbox", "send"]
+__all__ = ["inbox", "send", "signals"]

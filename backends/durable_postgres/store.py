@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
+from uuid import UUID
 
 from durable import model as m
 from durable.errors import PayloadTooLarge
+from durable.flow import Turns
 from durable.model import Scope
 from durable.settings import SECOND, Micros, Settings
 from durable.storekit import RECORD_ROOM
@@ -31,6 +33,7 @@ from . import (
     schedules,
     schema,
     settle,
+    tenants,
     transactions,
     upkeep,
     views,
@@ -52,6 +55,7 @@ class Store:
         self._wakeups = Wakeups(database)
         self._write = database.write
         self._read = database.read
+        self._turns = Turns()
         database.told = self._wakeups.announce
 
     # -- runs --------------------------------------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ class Store:
                 await self._write(lambda work: claim.land_what_ends(work, request))
             if found.runs or not (found.ruled or found.ending):
                 return found
-        return await self._write(lambda work: claim.thorough(work, request))
+        return await self._write(lambda work: claim.thorough(work, request, self._turns))
 
     async def renew(self, renewals: Sequence[m.Renewal], *, lease: Micros) -> Sequence[m.Renewed]:
         """See `settle.renew`."""
@@ -187,6 +191,10 @@ class Store:
             return await callers.on_callers(self._database, tx, lambda work: mailbox.send(work, signal, scope))
         return await self._write(lambda work: mailbox.send(work, signal, scope))
 
+    async def signals(self, run_id: str, *, scope: Scope) -> Sequence[m.Signal]:
+        """See `mailbox.signals`."""
+        return await self._read(lambda work: mailbox.signals(work, run_id, scope))
+
     async def inbox(self, leases: Sequence[m.Lease]) -> Sequence[m.Inbox | None]:
         """See `mailbox.inbox`."""
         return await self._read(lambda work: mailbox.inbox(work, leases))
@@ -233,6 +241,14 @@ class Store:
     async def set_queue(self, queue: m.QueueRecord) -> None:
         """See `flow.set_queue`."""
         await self._write(lambda work: flow.set_queue(work, queue))
+
+    async def tenants(self, *, scope: Scope) -> Sequence[m.TenantStats]:
+        """See `tenants.tenants`."""
+        return await self._read(lambda work: tenants.tenants(work, scope))
+
+    async def erase(self, tenant: UUID, *, limit: int) -> int:
+        """See `tenants.erase`."""
+        return await self._write(lambda work: tenants.erase(work, tenant, limit))
 
     async def explain(self, run_id: str, *, scope: Scope) -> m.Explanation:
         """See `views.explain`."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final, cast
 
 from durable.errors import NotFound
+from durable.flow import EVERYBODY, owner_of, scopes_of
 from durable.model import (
     ALL,
     TERMINAL,
@@ -37,8 +38,8 @@ SELECT r.queue, r.status, r.available_at IS NOT NULL, r.blocked_on IS NOT NULL, 
 FROM durable_run AS r WHERE {IN_SCOPE} GROUP BY 1, 2, 3, 4, 5
 """
 PAUSED_QUEUES: Final = f"""
-SELECT r.scope_name FROM durable_queue AS r
-WHERE r.paused AND r.scope_name > 'queue:' AND r.scope_name < 'queue;' AND {IN_SCOPE}
+SELECT DISTINCT r.scope_name FROM durable_queue AS r
+WHERE r.paused AND r.scope_name > 'queue:' AND r.scope_name < 'queue;' AND ({IN_SCOPE} OR starts_with(r.queue_id, '{EVERYBODY}:'))
 """
 IN_FRONT: Final = f"""
 SELECT r.run_id, r.status FROM durable_run AS r WHERE r.sequence_key = $1 AND r.status IN {LIVE}
@@ -162,7 +163,7 @@ def _waiting(run: RunRecord) -> Operation[_Reason]:
 
 
 def _pending(work: Work, run: RunRecord) -> Operation[list[_Reason]]:
-    rules = yield from flow.queues(work, run.tenant)
+    rules = yield from flow.rules_of(scopes_of(owner_of(run.tenant), run.queue, run.name, run.concurrency_key))
     found = [(yield from _blocked(run, rules)), _delayed(run, work.now), *_paused(run, rules)]
     reasons = [reason for reason in found if reason is not None]
     held = bool(reasons)
@@ -177,7 +178,7 @@ def _pending(work: Work, run: RunRecord) -> Operation[list[_Reason]]:
     return reasons
 
 
-def _blocked(run: RunRecord, rules: Sequence[QueueRecord]) -> Operation[_Reason | None]:
+def _blocked(run: RunRecord, rules: Mapping[str, QueueRecord]) -> Operation[_Reason | None]:
     if run.blocked_on is None:
         return None
     if run.blocked_on == flow.ALONE:
@@ -189,11 +190,13 @@ def _blocked(run: RunRecord, rules: Sequence[QueueRecord]) -> Operation[_Reason 
         front = yield from first(IN_FRONT, stored_key(run.tenant, run.sequence_key or ""), run.submitted)
         whom = "nobody any more (the next mend releases it)" if front is None else f"run {front[0]} ({front[1]})"
         return "sequence", f"Of the sequence {run.sequence_key!r} one run goes at a time: it waits for {whom}."
-    rule = _rule_of(run, rules)
+    rule = rules.get(run.blocked_on)
     if rule is None:
         return "limit", f"It was held back by {run.blocked_on}, which has no limit any more: the next mend releases it."
     if rule.paused:
         return "paused", f"{run.blocked_on} is paused."
+    if run.blocked_on.startswith(f"{EVERYBODY}/"):  # who is in flight there is another tenant's secret
+        return "limit", f"It waits for room in {run.blocked_on}, which all tenants share (at most {_rate(rule)})."
     holders = [run_id for (run_id,) in (yield from rows(HOLDERS, run.blocked_on))]
     if rule.max_concurrency is not None and holders:
         return (
@@ -201,12 +204,6 @@ def _blocked(run: RunRecord, rules: Sequence[QueueRecord]) -> Operation[_Reason 
             f"{run.blocked_on} lets {rule.max_concurrency} run at once; in flight: {', '.join(holders[:5])}.",
         )
     return "limit", f"It waits for room in {run.blocked_on} (at most {_rate(rule)})."
-
-
-def _rule_of(run: RunRecord, rules: Sequence[QueueRecord]) -> QueueRecord | None:
-    bases = {flow.scope_text(run.tenant, name): name for name in (f"queue:{run.queue}", f"function:{run.name}")}
-    name = bases.get(run.blocked_on or "", f"key:{run.queue}")
-    return next((rule for rule in rules if rule.scope_name == name), None)
 
 
 def _rate(rule: QueueRecord) -> str:
@@ -224,10 +221,10 @@ def _delayed(run: RunRecord, now: Instant) -> _Reason | None:
     return "delayed", f"It is delayed until {_when(run.available_at)}{why}."
 
 
-def _paused(run: RunRecord, rules: Sequence[QueueRecord]) -> Iterator[_Reason]:
-    for rule in rules:
-        if rule.paused and rule.scope_name in (f"queue:{run.queue}", f"function:{run.name}") and run.blocked_on is None:
-            yield "paused", f"{rule.scope_name} is paused."
+def _paused(run: RunRecord, rules: Mapping[str, QueueRecord]) -> Iterator[_Reason]:
+    for text, rule in rules.items():
+        if rule.paused and run.blocked_on is None:
+            yield "paused", f"{text} is paused."
 
 
 def _no_worker(run: RunRecord, workers: list[WorkerRecord], now: Instant, lease: Micros) -> _Reason | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
+from durable.flow import Turns, dealt, in_turn
 from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Instant, Lease, RunRecord, Status, StepRecord
 
 from . import flow, landing
@@ -32,7 +34,23 @@ WHERE queue = ? AND {_ROUTES} AND {_READY} AND tenant_id IS NULL ORDER BY priori
 """
 HEADS_OF_TENANT: Final = f"""
 SELECT {RUN_COLUMNS}, cancel_reason FROM durable_run INDEXED BY durable_run_ready_tenant
-WHERE tenant_id = ? AND queue = ? AND {_ROUTES} AND {_READY} ORDER BY priority DESC, submitted LIMIT ?
+WHERE queue = ? AND {_ROUTES} AND tenant_id = ? AND {_READY} ORDER BY priority DESC, submitted LIMIT ?
+"""
+# Whose turn it is: the first tenant from here on that has something ready, then the next one, each by a look at the index.
+_FIRST_OF: Final = f"""
+SELECT min((SELECT t.tenant_id FROM durable_run AS t INDEXED BY durable_run_ready_tenant
+            WHERE t.queue = ? AND t.route = n.value AND t.tenant_id {{beyond}} AND {_READY} ORDER BY t.tenant_id LIMIT 1))
+FROM json_each(?) AS n
+"""
+TURNS: Final = f"""
+WITH RECURSIVE turn (tenant_id) AS (
+    SELECT ({_FIRST_OF.format(beyond="> ?")})
+    UNION ALL SELECT ({_FIRST_OF.format(beyond="> turn.tenant_id")}) FROM turn WHERE turn.tenant_id IS NOT NULL LIMIT ?)
+SELECT tenant_id FROM turn WHERE tenant_id IS NOT NULL
+"""
+LIVE_ROUTES: Final = f"""
+SELECT n.value FROM json_each(?) AS n
+WHERE EXISTS (SELECT 1 FROM durable_run INDEXED BY durable_run_ready WHERE queue = ? AND route = n.value AND {_READY})
 """
 HEADS_ALONE: Final = f"""
 SELECT {RUN_COLUMNS}, cancel_reason FROM durable_run INDEXED BY durable_run_blocked
@@ -55,7 +73,7 @@ ONE: Final = f"SELECT {RUN_COLUMNS} FROM durable_run WHERE submitted = ?"
 JOURNAL: Final = f"SELECT {STEP_COLUMNS} FROM durable_step WHERE run_id = ?"
 
 
-def claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list[Claimed]:
+def claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest, turns: Turns) -> list[Claimed]:
     """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8).
 
     A run whose row or journal can not be read never strands its batch: it lands failed, kind payload, and the others go on (9).
@@ -63,7 +81,7 @@ def claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list[
     while True:
         con.execute("SAVEPOINT claim")
         try:
-            answer = _claim(con, now, request)
+            answer = _claim(con, now, request, turns)
         except Exception as error:
             con.execute("ROLLBACK TO claim")
             con.execute("RELEASE claim")
@@ -74,23 +92,24 @@ def claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list[
             return answer
 
 
-def _claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest) -> list[Claimed]:
+def _claim(con: sqlite3.Connection, now: Instant, request: ClaimRequest, turns: Turns) -> list[Claimed]:
     held = [run_record(row) for row in con.execute(HELD, (request.mark,))]
     if held:
         return _with_history(con, held, [run.run_id for run in held])  # it may have written since
     if request.limit < 1:
         return []
     routes, before = _routes(request), con.total_changes
+    gates = flow.gates(con, request) if flow.ruled(con, request) else None
     if request.alone:
-        rows = _alone(con, now, request, routes)
+        rows = _alone(con, now, request, routes, gates)
         if rows:
             return _claimed(con, _take(con, now, request, rows, before))
     taken: list[tuple[Any, ...]] = []
-    closed = _paused(con, request)
     for queue, most in request.queues.items():
         room = min(most, request.limit - len(taken))
-        if room > 0 and queue not in closed:
-            taken += _from_queue(con, now, request, queue, routes, room)
+        if room > 0 and (gates is None or queue not in gates.closed):
+            fair = turns if gates is not None and queue in gates.fair else None
+            taken += _from_queue(con, now, request, queue, routes, room, ruled=gates is not None, turns=fair)
     return _claimed(con, _take(con, now, request, taken, before))
 
 
@@ -107,12 +126,6 @@ def _routes(request: ClaimRequest) -> str:
     )
 
 
-def _paused(con: sqlite3.Connection, request: ClaimRequest) -> frozenset[str]:
-    """Queues that give nothing to a claim that sees one tenant. One that sees all holds the paused runs back one by one, once."""
-    names = flow.paused(con, request.scope)
-    return frozenset(queue for queue in request.queues if f"queue:{queue}" in names)
-
-
 def _heads(
     con: sqlite3.Connection, request: ClaimRequest, queue: str, routes: str, limit: int, *, columns: str = _COLUMNS
 ) -> list[tuple[Any, ...]]:
@@ -121,39 +134,85 @@ def _heads(
     if request.scope is None:
         return con.execute(HEADS_UNTAGGED.replace(_COLUMNS, columns), (queue, routes, limit)).fetchall()
     text = HEADS_OF_TENANT.replace(_COLUMNS, columns)
-    return con.execute(text, (tenant_text(request.scope), queue, routes, limit)).fetchall()
+    return con.execute(text, (queue, routes, tenant_text(request.scope), limit)).fetchall()
+
+
+def _heads_in_turn(
+    con: sqlite3.Connection, queue: str, routes: str, room: int, last: str | None, taken: Counter[str]
+) -> list[tuple[Any, ...]]:
+    """The heads of a fair queue behind those that are taken: of each tenant in turn, beginning behind the one that was served last. What is
+    read is bounded by the tenants and by what is taken, whatever the backlog of one of them (10)."""
+    live = json.dumps([route for (route,) in con.execute(LIVE_ROUTES, (routes, queue))])
+    # The untagged have no turn of their own in the index: those at the front of the queue are dealt as one hand.
+    front = con.execute(HEADS, (queue, live, room + taken.total())).fetchall()
+    untagged = [row for row in front if row[3] is None][taken[""] :]
+
+    def beyond(tenant: str, most: int) -> list[str]:
+        return [found for (found,) in con.execute(TURNS, (queue, tenant, live, queue, live, most))]
+
+    tenants = in_turn(last, beyond, room, untagged=bool(untagged))
+    share = -(-room // max(1, len(tenants)))
+    while True:
+        hands = [
+            con.execute(HEADS_OF_TENANT, (queue, live, one, taken[one] + share)).fetchall()[taken[one] :]
+            if one
+            else untagged
+            for one in tenants
+        ]
+        heads = dealt(hands, room)
+        if len(heads) == room or all(len(hand) < share for one, hand in zip(tenants, hands, strict=True) if one):
+            return heads
+        share *= 2
 
 
 def _from_queue(
-    con: sqlite3.Connection, now: Instant, request: ClaimRequest, queue: str, routes: str, room: int
+    con: sqlite3.Connection,
+    now: Instant,
+    request: ClaimRequest,
+    queue: str,
+    routes: str,
+    room: int,
+    *,
+    ruled: bool,
+    turns: Turns | None,
 ) -> list[tuple[Any, ...]]:
     """The rows to take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
     taken: list[tuple[Any, ...]] = []
+    of_tenant: Counter[str] = Counter()
     for _ in range(ROUNDS):
         # Rows that were chosen in an earlier round are still in the index, and in front.
-        rows = _heads(con, request, queue, routes, room)[len(taken) :]
-        chosen = _admitted(con, now, rows)
+        if turns is None:
+            rows = _heads(con, request, queue, routes, room)[len(taken) :]
+        else:
+            rows = _heads_in_turn(con, queue, routes, room - len(taken), turns.last(queue), of_tenant)
+            turns.served(queue, [row[3] or "" for row in rows])
+        chosen = _admitted(con, now, rows, ruled=ruled)
         taken += chosen
+        of_tenant.update(row[3] or "" for row in chosen)
         if len(chosen) == len(rows) or len(taken) >= room:
             break
     return taken
 
 
-def _alone(con: sqlite3.Connection, now: Instant, request: ClaimRequest, routes: str) -> list[tuple[Any, ...]]:
+def _alone(
+    con: sqlite3.Connection, now: Instant, request: ClaimRequest, routes: str, gates: flow.Gates | None
+) -> list[tuple[Any, ...]]:
     """At most one run that lapsed twice in a row, and nothing beside it (15)."""
     everybody = request.scope is ALL
     tenant = None if request.scope is ALL else tenant_text(request.scope)
-    closed = _paused(con, request)
+    closed = gates.closed if gates is not None else frozenset[str]()
     queues = json.dumps([queue for queue, most in request.queues.items() if most > 0 and queue not in closed])
     for _ in range(ROUNDS):
         rows = con.execute(HEADS_ALONE, (everybody, tenant, queues, routes, 1)).fetchall()
-        chosen = _admitted(con, now, rows)
+        chosen = _admitted(con, now, rows, ruled=gates is not None)
         if chosen or not rows:
             return chosen
     return []
 
 
-def _admitted(con: sqlite3.Connection, now: Instant, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def _admitted(
+    con: sqlite3.Connection, now: Instant, rows: Sequence[tuple[Any, ...]], *, ruled: bool
+) -> list[tuple[Any, ...]]:
     """Land what ends at a claim; of the rest, those for which every scope has room."""
     endings: list[landing.Ending] = []
     going: list[tuple[Any, ...]] = []
@@ -165,6 +224,8 @@ def _admitted(con: sqlite3.Connection, now: Instant, rows: Sequence[tuple[Any, .
             endings.append(ending)
     if endings:
         landing.land(con, now, endings)
+    if not ruled:
+        return going
     candidates = [
         flow.Candidate(run_id=row[0], tenant_id=row[3], queue=row[9], name=row[1], concurrency_key=row[29])
         for row in going

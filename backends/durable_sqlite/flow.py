@@ -4,9 +4,7 @@ Claim calls `admit` with its candidates, every write by which a run leaves `runn
 `next_in_sequence`; upkeep calls `refill` and `free` as nets. All of it runs inside the shared write transaction, which is the
 lock of every scope's row. Nothing here changes a status, lands a run, or decides a limit.
 
-A row of flow control counts for the runs of its own tenant (ADR 0030). The scopes of a run are `queue:NAME`, `function:NAME` and,
-where it has a concurrency key, `key:QUEUE:KEY`; a tenant's scopes carry the tenant in front, `TENANT/queue:NAME`. That text is
-what permits are counted by and what `blocked_on` says.
+What the rows and the texts of scopes mean stands in `durable.flow`; here `tenant_id` of everybody's row is `*`.
 """
 
 from __future__ import annotations
@@ -18,38 +16,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from durable.errors import Conflict
-from durable.model import ALL, Instant, QueueRecord, Scope
-from durable.storekit import tenant_of, tenant_text
+from durable import flow as texts
+from durable.flow import EVERYBODY, owner_of, rule_id, rule_of, scope_text, scopes_of, split
+from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
 from . import scopes
 from .connection import announce
 from .rows import of_scope
-from .scopes import stored
 
 ALONE: Final = "alone"
 SEQUENCE: Final = "sequence"
-KINDS: Final = ("queue", "function", "key")
 RELEASE_BATCH: Final = 1_000
 """Runs that one change of a row releases at the most; the net releases the rest."""
 
-ANY_RULE = "SELECT 1 FROM durable_queue LIMIT 1"
-RULES = """
+_RULE = """
 SELECT queue_id, scope_name, tenant_id, paused, max_concurrency, rate_count, rate_period, rate_burst, rate_tokens, rate_at, fair
-FROM durable_queue WHERE queue_id IN (SELECT value FROM json_each(?))
-"""
-LIST_RULES = """
-SELECT queue_id, scope_name, tenant_id, paused, max_concurrency, rate_count, rate_period, rate_burst, rate_tokens, rate_at, fair
-FROM durable_queue WHERE (? OR tenant_id IS ?) ORDER BY queue_id
-"""
-PAUSED = """
-SELECT queue_id, scope_name, tenant_id, paused, max_concurrency, rate_count, rate_period, rate_burst, rate_tokens, rate_at, fair
-FROM durable_queue WHERE paused = 1 AND tenant_id IS ?
-"""
-RATED = """
-SELECT queue_id, scope_name, tenant_id, paused, max_concurrency, rate_count, rate_period, rate_burst, rate_tokens, rate_at, fair
-FROM durable_queue WHERE rate_count IS NOT NULL AND (? OR tenant_id IS ?) ORDER BY queue_id
-"""
+FROM durable_queue"""
+RULED = "SELECT 1 FROM durable_queue WHERE scope_name IN (SELECT value FROM json_each(?)) LIMIT 1"
+RULES = f"{_RULE} WHERE queue_id IN (SELECT value FROM json_each(?))"
+LIST_RULES = f"{_RULE} WHERE (? OR tenant_id IS ?) ORDER BY queue_id"
+RATED = f"{_RULE} WHERE rate_count IS NOT NULL AND (? OR tenant_id IS ? OR tenant_id = '*') ORDER BY queue_id"
 PUT_RULE = """
 INSERT INTO durable_queue (queue_id, scope_name, tenant_id, paused, max_concurrency, rate_count, rate_period, rate_burst,
                            rate_tokens, rate_at, fair, updated_at)
@@ -61,20 +47,16 @@ ON CONFLICT (queue_id) DO UPDATE SET paused = excluded.paused, max_concurrency =
 SPEND = "UPDATE durable_queue SET rate_tokens = ?, rate_at = ? WHERE queue_id = ?"
 IN_FLIGHT = "SELECT count(*) FROM durable_permit WHERE scope = ?"
 # A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late.
+_RUNNING = """
+INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at)
+SELECT {scope}, run_id, ? FROM durable_run WHERE status = 'running' AND (? OR tenant_id IS ?) AND {which}
+"""
 PERMITS_OF_RUNNING = {
-    "queue": """
-INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at)
-SELECT ?, run_id, ? FROM durable_run WHERE status = 'running' AND tenant_id IS ? AND queue = ?
-""",
-    "function": """
-INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at)
-SELECT ?, run_id, ? FROM durable_run WHERE status = 'running' AND tenant_id IS ? AND name = ?
-""",
-    "key": """
-INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at)
-SELECT ? || ':' || concurrency_key, run_id, ? FROM durable_run
-WHERE status = 'running' AND tenant_id IS ? AND queue = ? AND concurrency_key IS NOT NULL
-""",
+    "queue": _RUNNING.format(scope="?", which="queue = ?"),
+    "function": _RUNNING.format(scope="?", which="name = ?"),
+    "key": _RUNNING.format(scope="? || ':' || concurrency_key", which="queue = ? AND concurrency_key IS NOT NULL"),
+    "share": _RUNNING.format(scope="? || ':' || tenant_id", which="queue = ? AND tenant_id IS NOT NULL"),
+    "tenant": _RUNNING.format(scope="?", which="? = ''"),
 }
 DROP_PERMITS = "DELETE FROM durable_permit WHERE scope = ? OR (scope > ? AND scope < ?)"
 TAKE_PERMIT = "INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at) VALUES (?, ?, ?)"
@@ -117,6 +99,19 @@ class Candidate:
     name: str
     concurrency_key: str | None
 
+    @property
+    def scopes(self) -> list[tuple[str, str]]:
+        """(queue_id of the row, text) of every scope it is in."""
+        return scopes_of(self.tenant_id or "", self.queue, self.name, self.concurrency_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What the rows of queues say to a claim as a whole: which give it nothing, and in which tenants take turns."""
+
+    closed: frozenset[str] = frozenset()
+    fair: frozenset[str] = frozenset()
+
 
 @dataclass(slots=True)
 class _Rule:
@@ -143,7 +138,8 @@ class _Rule:
             self.tokens = self.burst
         else:
             self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * count)
-        self.at = now
+        # Who waited for the row may have an earlier now: no span of time is counted twice.
+        self.at = now if self.at is None else max(now, self.at)
         return self.tokens
 
     def next_token(self, now: Instant) -> Instant:
@@ -157,7 +153,7 @@ def _rule(row: tuple[Any, ...]) -> _Rule:
     queue_id, scope_name, tenant, paused, most, count, period, burst, tokens, at, fair = row
     record = QueueRecord(
         scope_name=str(scope_name),
-        tenant=tenant_of(tenant),
+        tenant=texts.tenant_of(tenant or ""),
         paused=bool(paused),
         max_concurrency=_whole(most),
         rate_count=_whole(count),
@@ -172,23 +168,6 @@ def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-# -- the scopes of a run --------------------------------------------------------------------------------------------------
-
-
-def scope_text(tenant_id: str | None, base: str) -> str:
-    """The text of a scope by which permits are counted and which `blocked_on` shows."""
-    return base if tenant_id is None else f"{tenant_id}/{base}"
-
-
-def scopes_of(candidate: Candidate) -> list[tuple[str, str]]:
-    """(queue_id of the rule, scope text) of every scope that a run is in, whether it is limited or not."""
-    bases = [(f"queue:{candidate.queue}",) * 2, (f"function:{candidate.name}",) * 2]
-    if candidate.concurrency_key is not None:
-        bases.append((f"key:{candidate.queue}", f"key:{candidate.queue}:{candidate.concurrency_key}"))
-    tenant = candidate.tenant_id
-    return [(stored(tenant, rule), scope_text(tenant, base)) for rule, base in bases]
-
-
 def _rules(con: sqlite3.Connection, queue_ids: Iterable[str]) -> dict[str, _Rule]:
     rows = con.execute(RULES, (json.dumps(sorted(set(queue_ids))),)).fetchall()
     return {rule.queue_id: rule for rule in map(_rule, rows)}
@@ -200,9 +179,9 @@ def _rules(con: sqlite3.Connection, queue_ids: Iterable[str]) -> dict[str, _Rule
 def admit(con: sqlite3.Connection, now: Instant, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those that every scope has room for, in order; each takes its permits and tokens. The others get `blocked_on` = the scope
     that is full or paused, and are outside the ready index until it frees (73, 74)."""
-    if not candidates or con.execute(ANY_RULE).fetchone() is None:
-        return list(candidates)
-    scopes = {candidate.run_id: scopes_of(candidate) for candidate in candidates}
+    if not candidates:
+        return []
+    scopes = {candidate.run_id: candidate.scopes for candidate in candidates}
     rules = _rules(con, (queue_id for pairs in scopes.values() for queue_id, _ in pairs))
     if not rules:
         return list(candidates)
@@ -286,15 +265,37 @@ def must_wait(con: sqlite3.Connection, sequence_key: str | None) -> bool:
     return sequence_key is not None and con.execute(HEAD_OF_SEQUENCE, (sequence_key,)).fetchone() is not None
 
 
-def paused(con: sqlite3.Connection, scope: Scope) -> frozenset[str]:
-    """Names of paused scopes (`queue:NAME`, `function:NAME`): a claim bound to one tenant leaves them out whole. An unbound claim
-    leaves out nothing: what is paused for one tenant goes on for the others, and `admit` holds that one's runs back."""
-    if scope is ALL:
-        return frozenset()
-    return frozenset(rule.record.scope_name for rule in map(_rule, con.execute(PAUSED, (tenant_text(scope),))))
+def ruled(con: sqlite3.Connection, request: ClaimRequest) -> bool:
+    """Is there a row that a claim of these queues and functions may meet? One statement, whatever the rows of others (73)."""
+    names = texts.concerning(request.queues, (name for name, _ in request.functions))
+    return con.execute(RULED, (json.dumps(names),)).fetchone() is not None
+
+
+def gates(con: sqlite3.Connection, request: ClaimRequest) -> Gates:
+    """A claim leaves a queue out whole that is paused for everybody, or for the tenant that it is bound to. What is paused for one
+    tenant goes on for the others: of an unbound claim `admit` holds that one's runs back, one by one, once."""
+    owners = {EVERYBODY, owner_of(request.scope)}
+    ids = [rule_id(owner, f"queue:{queue}") for owner in owners for queue in request.queues]
+    ids += [rule_id(owner, texts.TENANT) for owner in owners]
+    records = [rule.record for rule in _rules(con, ids).values()]
+    paused = {record.scope_name for record in records if record.paused}
+    if texts.TENANT in paused:
+        return Gates(closed=frozenset(request.queues))
+    fair = {record.scope_name for record in records if record.fair} if request.scope is ALL else set[str]()
+    queues = request.queues
+    return Gates(
+        frozenset(queue for queue in queues if f"queue:{queue}" in paused),
+        frozenset(queue for queue in queues if f"queue:{queue}" in fair),
+    )
 
 
 # -- the operator's side ----------------------------------------------------------------------------------------------------
+
+
+def rules_of(con: sqlite3.Connection, pairs: Sequence[tuple[str, str]]) -> dict[str, QueueRecord]:
+    """Of these scopes of a run (queue_id of the row, text) those that have a row, by text."""
+    rules = _rules(con, (queue_id for queue_id, _ in pairs))
+    return {text: rules[queue_id].record for queue_id, text in pairs if queue_id in rules}
 
 
 def queues(con: sqlite3.Connection, scope: Scope) -> list[QueueRecord]:
@@ -305,9 +306,9 @@ def queues(con: sqlite3.Connection, scope: Scope) -> list[QueueRecord]:
 def set_queue(con: sqlite3.Connection, now: Instant, record: QueueRecord) -> None:
     """Put a row; it counts for the next claim. What it held back and no longer holds is ready in the same write, up to a batch.
     Raises Conflict for a row that can mean nothing, before anything is written."""
-    _check(record)
-    tenant = tenant_text(record.tenant)
-    queue_id = stored(tenant, record.scope_name)
+    texts.check(record)
+    owner = owner_of(record.tenant)
+    queue_id = rule_id(owner, record.scope_name)
     before = _rules(con, [queue_id]).get(queue_id)
     tokens: int | None = None
     at: Instant | None = None
@@ -319,46 +320,28 @@ def set_queue(con: sqlite3.Connection, now: Instant, record: QueueRecord) -> Non
             had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
             tokens = min(fresh.burst, had)
     values = (record.paused, record.max_concurrency, record.rate_count, record.rate_period, record.rate_burst)
-    con.execute(PUT_RULE, (queue_id, record.scope_name, tenant, *values, tokens, at, record.fair, now))
+    con.execute(PUT_RULE, (queue_id, record.scope_name, owner or None, *values, tokens, at, record.fair, now))
     rule = _rules(con, [queue_id])[queue_id]
-    base = scope_text(tenant, record.scope_name)
+    base = scope_text(owner, record.scope_name)
     kind, _, name = record.scope_name.partition(":")
     if record.max_concurrency is None:
-        con.execute(DROP_PERMITS, (base, base, base) if kind != "key" else (base, f"{base}:", f"{base};"))
+        con.execute(DROP_PERMITS, (base, f"{base}:", f"{base};") if texts.is_spread(base) else (base, base, base))
     else:
-        con.execute(PERMITS_OF_RUNNING[kind], (base, now, tenant, name))
+        con.execute(PERMITS_OF_RUNNING[kind], (base, now, record.tenant is ALL, owner or None, name))
     for text in _blocked_scopes(con, base):
         _fill(con, now, rule, text, RELEASE_BATCH)
 
 
-def _check(record: QueueRecord) -> None:
-    kind, _, name = record.scope_name.partition(":")
-    if kind not in KINDS or not name:
-        raise Conflict(f"{record.scope_name!r} is no scope", hint="queue:NAME, function:NAME, or key:QUEUE")
-    if (record.rate_count is None) != (record.rate_period is None):
-        raise Conflict(f"{record.scope_name}: a rate is a count and a period", hint="give both, or neither")
-    if kind == "key" and record.rate_count is not None:
-        raise Conflict("a rate can not be set for each key of a queue", hint="set it on queue:NAME or function:NAME")
-    for what in ("max_concurrency", "rate_count", "rate_period", "rate_burst"):
-        value = getattr(record, what)
-        if value is not None and value < 1:
-            raise Conflict(f"{record.scope_name}: {what} = {value}", hint="at least 1; to stop a scope, pause it")
-
-
 def _blocked_scopes(con: sqlite3.Connection, base: str) -> list[str]:
-    """Scope texts on which some run is blocked: the scope itself, or for `key:QUEUE` each of its keys."""
-    found: list[str] = []
-    last = base if not _is_key(base) else base + ":"
-    if not _is_key(base):
+    """Scope texts on which some run is blocked: the scope itself, or each of those that it is spread over."""
+    if not texts.is_spread(base):
         return [base]
-    while (row := con.execute(NEXT_SCOPE, (last,)).fetchone()) is not None and row[0].startswith(base + ":"):
+    found: list[str] = []
+    last = f"{base}:"
+    while (row := con.execute(NEXT_SCOPE, (last,)).fetchone()) is not None and row[0].startswith(f"{base}:"):
         found.append(row[0])
         last = row[0]
     return found
-
-
-def _is_key(base: str) -> bool:
-    return base.rpartition("/")[2].startswith("key:")
 
 
 def _fill(con: sqlite3.Connection, now: Instant, rule: _Rule | None, text: str, limit: int) -> int:
@@ -383,7 +366,7 @@ def refill(con: sqlite3.Connection, now: Instant, scope: Scope, limit: int) -> I
     """Release what waits for tokens that have come in (76). The answer: when the next token comes for which a run waits."""
     soonest: Instant | None = None
     for rule in map(_rule, con.execute(RATED, of_scope(scope)).fetchall()):
-        text = scope_text(tenant_text(rule.record.tenant), rule.record.scope_name)
+        text = scope_text(owner_of(rule.record.tenant), rule.record.scope_name)
         _fill(con, now, rule, text, limit)
         if not rule.record.paused and con.execute(BLOCKED, (text, 1)).fetchone() is not None:
             due = rule.next_token(now)
@@ -400,36 +383,30 @@ def free(con: sqlite3.Connection, now: Instant, scope: Scope, limit: int) -> int
         last = row[0]
         if last in (ALONE, SEQUENCE):
             continue
-        tenant, base = _split(last)
-        if not scopes.sees(scope, tenant):
+        owner = split(last)[0]
+        if owner != EVERYBODY and not scopes.sees(scope, owner or None):
             continue
-        kind, _, rest = base.partition(":")
-        queue_id = stored(tenant, f"key:{rest.partition(':')[0]}" if kind == "key" else base)
+        queue_id = rule_of(last)
         total += _fill(con, now, _rules(con, [queue_id]).get(queue_id), last, limit - total)
     stranded = con.execute(STRANDED_HEADS, (*of_scope(scope), limit)).fetchall()
     con.executemany(HEAD_IN_LINE, stranded)
     return total + len(stranded)
 
 
-def _split(text: str) -> tuple[str | None, str]:
-    """The tenant and the rest of a scope text. Names hold no slash and no colon, so a slash before the first colon is ours."""
-    head, colon, tail = text.partition(":")
-    tenant, slash, kind = head.rpartition("/")
-    return (tenant if slash else None), f"{kind}{colon}{tail}"
-
-
 __all__ = [
     "ALONE",
     "SEQUENCE",
     "Candidate",
+    "Gates",
     "admit",
     "free",
+    "gates",
     "must_wait",
     "next_in_sequence",
-    "paused",
     "queues",
     "refill",
     "release",
-    "scopes_of",
+    "ruled",
+    "rules_of",
     "set_queue",
 ]

@@ -12,6 +12,7 @@ from durable.model import TERMINAL, ChildEnd, Inbox, Instant, Lease, NewSignal, 
 
 from . import scopes
 from .connection import announce
+from .rows import of_scope
 
 TARGET = "SELECT status, tenant_id, queue FROM durable_run WHERE run_id = ?"
 SENT_BEFORE = "SELECT seq FROM durable_signal WHERE run_id = ? AND dedup_id = ?"
@@ -30,6 +31,8 @@ INSERT = """
 INSERT INTO durable_signal (run_id, name, seq, dedup_id, tenant_id, created_at, payload) VALUES (?, ?, ?, ?, ?, ?, ?)
 """
 
+VISIBLE = "SELECT 1 FROM durable_run WHERE run_id = ? AND (? OR tenant_id IS ?)"
+KEPT = "SELECT name, seq, payload, created_at FROM durable_signal WHERE run_id = ? ORDER BY seq"
 HELD = """
 SELECT wake_seq, cancel_requested_at IS NOT NULL AND cancel_refused_at IS NULL FROM durable_run
 WHERE run_id = ? AND status = 'running' AND attempts = ? AND lease_owner = ?
@@ -66,6 +69,15 @@ def send(con: sqlite3.Connection, now: Instant, signal: NewSignal, scope: Scope)
     if status == Status.SUSPENDED:
         announce(con, f"queue:{queue}")
     return int(seq)
+
+
+def signals(con: sqlite3.Connection, now: Instant, run_id: str, scope: Scope) -> list[Signal]:
+    """Every signal that is kept of a run, by seq. Raises NotFound."""
+    if con.execute(VISIBLE, (run_id, *of_scope(scope))).fetchone() is None:
+        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+    return [
+        Signal(name=name, seq=seq, payload=payload, at=at) for name, seq, payload, at in con.execute(KEPT, (run_id,))
+    ]
 
 
 def inbox(con: sqlite3.Connection, now: Instant, leases: Sequence[Lease]) -> list[Inbox | None]:

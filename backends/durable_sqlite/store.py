@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
+from uuid import UUID
 
 from durable import model as m
 from durable.errors import PayloadTooLarge
+from durable.flow import Turns
 from durable.model import Scope
 from durable.settings import Micros, Settings
 from durable.storekit import RECORD_ROOM
@@ -30,6 +32,7 @@ from . import (
     schedules,
     schema,
     settle,
+    tenants,
     transactions,
     upkeep,
     views,
@@ -46,6 +49,7 @@ class Store:
         self._database = database
         self._write = database.write
         self._read = database.read
+        self._turns = Turns()
 
     # -- runs --------------------------------------------------------------------------------------------------------------
 
@@ -58,7 +62,7 @@ class Store:
 
     async def claim(self, request: m.ClaimRequest) -> Sequence[m.Claimed]:
         """See `claim.claim`."""
-        return await self._write(lambda con, now: claim.claim(con, now, request))
+        return await self._write(lambda con, now: claim.claim(con, now, request, self._turns))
 
     async def renew(self, renewals: Sequence[m.Renewal], *, lease: Micros) -> Sequence[m.Renewed]:
         """See `settle.renew`."""
@@ -161,6 +165,10 @@ class Store:
             return transactions.on_callers(self._database, tx, lambda con, now: mailbox.send(con, now, signal, scope))
         return await self._write(lambda con, now: mailbox.send(con, now, signal, scope), weight=weight)
 
+    async def signals(self, run_id: str, *, scope: Scope) -> Sequence[m.Signal]:
+        """See `mailbox.signals`."""
+        return await self._read(lambda con, now: mailbox.signals(con, now, run_id, scope))
+
     async def inbox(self, leases: Sequence[m.Lease]) -> Sequence[m.Inbox | None]:
         """See `mailbox.inbox`."""
         return await self._read(lambda con, now: mailbox.inbox(con, now, leases))
@@ -209,6 +217,14 @@ class Store:
     async def set_queue(self, queue: m.QueueRecord) -> None:
         """See `flow.set_queue`."""
         await self._write(lambda con, now: flow.set_queue(con, now, queue))
+
+    async def tenants(self, *, scope: Scope) -> Sequence[m.TenantStats]:
+        """See `tenants.tenants`."""
+        return await self._read(lambda con, now: tenants.tenants(con, now, scope), slow=True)
+
+    async def erase(self, tenant: UUID, *, limit: int) -> int:
+        """See `tenants.erase`."""
+        return await self._write(lambda con, now: tenants.erase(con, now, tenant, limit))
 
     async def explain(self, run_id: str, *, scope: Scope) -> m.Explanation:
         """See `views.explain`."""

@@ -10,10 +10,22 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any, cast
+from typing import cast
 
 from durable.errors import NotFound
-from durable.model import ALL, TERMINAL, Explanation, Instant, QueueStats, RunRecord, Scope, Status, WorkerRecord
+from durable.flow import EVERYBODY, scopes_of
+from durable.model import (
+    ALL,
+    TERMINAL,
+    Explanation,
+    Instant,
+    QueueRecord,
+    QueueStats,
+    RunRecord,
+    Scope,
+    Status,
+    WorkerRecord,
+)
 from durable.settings import Micros
 from durable.storekit import stored_key, tenant_text, within
 
@@ -27,7 +39,7 @@ WHERE (? OR tenant_id IS ?) GROUP BY 1, 2, 3, 4, 5
 """
 PAUSED_QUEUES = """
 SELECT scope_name FROM durable_queue
-WHERE paused = 1 AND scope_name > 'queue:' AND scope_name < 'queue;' AND (? OR tenant_id IS ?)
+WHERE paused = 1 AND scope_name > 'queue:' AND scope_name < 'queue;' AND (? OR tenant_id IS ? OR tenant_id = '*')
 """
 IN_FRONT = """
 SELECT run_id, status FROM durable_run WHERE sequence_key = ? AND status IN ('pending', 'running', 'suspended')
@@ -179,11 +191,13 @@ def _blocked(con: sqlite3.Connection, run: RunRecord) -> _Reason | None:
         front = con.execute(IN_FRONT, (key, run.submitted, run.submitted)).fetchone()
         whom = "nobody any more (the next mend releases it)" if front is None else f"run {front[0]} ({front[1]})"
         return "sequence", f"Of the sequence {run.sequence_key!r} one run goes at a time: it waits for {whom}."
-    rule = _rule_of(con, run, run.blocked_on)
+    rule = _rules_of(con, run).get(run.blocked_on)
     if rule is None:
         return "limit", f"It was held back by {run.blocked_on}, which has no limit any more: the next mend releases it."
     if rule.paused:
         return "paused", f"{run.blocked_on} is paused."
+    if run.blocked_on.startswith(f"{EVERYBODY}/"):  # who is in flight there is another tenant's secret
+        return "limit", f"It waits for room in {run.blocked_on}, which all tenants share (at most {_rate(rule)})."
     holders = [run_id for (run_id,) in con.execute(HOLDERS, (run.blocked_on,))]
     if rule.max_concurrency is not None and holders:
         return (
@@ -193,18 +207,15 @@ def _blocked(con: sqlite3.Connection, run: RunRecord) -> _Reason | None:
     return "limit", f"It waits for room in {run.blocked_on} (at most {_rate(rule)})."
 
 
-def _rule_of(con: sqlite3.Connection, run: RunRecord, text: str) -> Any:
-    bases = {
-        flow.scope_text(tenant_text(run.tenant), name): name for name in (f"queue:{run.queue}", f"function:{run.name}")
-    }
-    name = bases.get(text, f"key:{run.queue}")
-    return next((rule for rule in flow.queues(con, run.tenant) if rule.scope_name == name), None)
+def _rules_of(con: sqlite3.Connection, run: RunRecord) -> dict[str, QueueRecord]:
+    """The rows that count for a run, by the text of the scope."""
+    return flow.rules_of(con, scopes_of(tenant_text(run.tenant) or "", run.queue, run.name, run.concurrency_key))
 
 
-def _rate(rule: Any) -> str:
+def _rate(rule: QueueRecord) -> str:
     if rule.rate_count is None:
         return f"{rule.max_concurrency} at once"
-    return f"{rule.rate_count} per {timedelta(microseconds=rule.rate_period)}"
+    return f"{rule.rate_count} per {timedelta(microseconds=rule.rate_period or 0)}"
 
 
 def _delayed(run: RunRecord, now: Instant) -> _Reason | None:
@@ -217,9 +228,9 @@ def _delayed(run: RunRecord, now: Instant) -> _Reason | None:
 
 
 def _paused(con: sqlite3.Connection, run: RunRecord) -> Iterator[_Reason]:
-    for rule in flow.queues(con, run.tenant):
-        if rule.paused and rule.scope_name in (f"queue:{run.queue}", f"function:{run.name}") and run.blocked_on is None:
-            yield "paused", f"{rule.scope_name} is paused."
+    for text, rule in _rules_of(con, run).items():
+        if rule.paused and run.blocked_on is None:
+            yield "paused", f"{text} is paused."
 
 
 def _no_worker(run: RunRecord, workers: list[WorkerRecord], now: Instant, lease: Micros) -> _Reason | None:

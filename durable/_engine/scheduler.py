@@ -50,16 +50,17 @@ class Scheduling:
         self._unserved: set[str] = set()
 
     async def declare(self) -> None:
-        """Register what the code declares: `cron=` under the worker's tenant, or untagged (56), `max_concurrency=` for all."""
+        """Register what the code declares: `cron=` under the worker's tenant, or untagged (56); `max_concurrency=` for the runs that
+        the worker serves: everybody's together, or its tenant's (73)."""
         scope = self._scope if isinstance(self._scope, UUID) else None
         now = moment(self._store.clock())
-        limits = {row.scope_name: row for row in await self._store.queues(scope=None)}
+        limits = {row.scope_name: row for row in await self._store.queues(scope=self._scope) if row.tenant == self._scope}
         for function in self._functions.values():
             declared = function.declared
             if declared.cron is not None:
                 await self._store.put_schedule(self._spec(function, declared.cron, now), scope=scope)
             wanted = f"function:{declared.name}"
-            row = limits.get(wanted, QueueRecord(scope_name=wanted))
+            row = limits.get(wanted, QueueRecord(scope_name=wanted, tenant=self._scope))
             if row.max_concurrency != declared.max_concurrency:
                 await self._store.set_queue(dataclasses.replace(row, max_concurrency=declared.max_concurrency))
 

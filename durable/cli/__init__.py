@@ -1,4 +1,5 @@
-"""The command line: `durable demo | worker | start | runs | approvals | explain | replay | doctor | migrate | schema | purge | audit`.
+"""The command line: `durable demo | worker | start | runs | queues | tenants | approvals | explain | replay | doctor | migrate | schema |
+purge | audit`.
 
 Reads and acts through the client only. The URL comes from `--url`, the environment (DURABLE_URL), `durable.toml` or
 `[tool.durable]` in pyproject.toml, in this order. Tables on a terminal, one line of JSON per thing otherwise (or with `--json`).
@@ -14,7 +15,17 @@ import sys
 import typer
 
 from ..errors import ConfigurationError, DurableError, NotFound, RegistrationError, StoreError
-from . import approval_commands, demo_command, doctor, replay_command, run_commands, store_commands, work_commands
+from . import (
+    approval_commands,
+    demo_command,
+    doctor,
+    queue_commands,
+    replay_command,
+    run_commands,
+    store_commands,
+    tenant_commands,
+    work_commands,
+)
 from .output import complain
 
 ANSWER_IS_NO, USAGE, NOT_FOUND, NO_STORE, INTERRUPTED = 1, 2, 3, 4, 130
@@ -30,6 +41,8 @@ app.command("worker")(work_commands.worker)
 app.command("start")(work_commands.start)
 app.add_typer(run_commands.app, name="runs", help="List, show, cancel and retry runs.")
 app.add_typer(approval_commands.app, name="approvals", help="What runs wait to have approved.")
+app.add_typer(queue_commands.app, name="queues", help="Look at queues, pause them, limit them.")
+app.add_typer(tenant_commands.app, name="tenants", help="Count, pause, export and erase tenants.")
 app.command("explain")(run_commands.explain)
 app.command("replay")(replay_command.replay)
 app.command("doctor")(doctor.doctor)

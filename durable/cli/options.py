@@ -49,12 +49,13 @@ def with_client(
         async with client:
             if everybody:
                 return await work(client.all_tenants())
-            return await work(client if tenant is None else client.using(tenant=_tenant(tenant)))
+            return await work(client if tenant is None else client.using(tenant=tenant_named(tenant)))
 
     return asyncio.run(main())
 
 
-def _tenant(text: str) -> UUID:
+def tenant_named(text: str) -> UUID:
+    """A tenant from its id, or from any name. Raises ConfigurationError for an empty one."""
     if not text:
         raise durable.ConfigurationError("--tenant is empty")
     try:

@@ -83,7 +83,8 @@ CREATE UNIQUE INDEX durable_run_coalesce ON durable_run (coalesce_key) WHERE sta
 -- can not take (an unknown name, another version, records of another family) cost it nothing (10).
 CREATE INDEX durable_run_ready ON durable_run (queue, (name || '/' || coalesce(version, '') || '@' || coalesce(replay_family, '')), priority DESC, submitted)
     WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL;
-CREATE INDEX durable_run_ready_tenant ON durable_run (tenant_id, queue, (name || '/' || coalesce(version, '') || '@' || coalesce(replay_family, '')), priority DESC, submitted)
+-- What a worker that is bound to a tenant reads, and whose turn it is where tenants take turns.
+CREATE INDEX durable_run_ready_tenant ON durable_run (queue, (name || '/' || coalesce(version, '') || '@' || coalesce(replay_family, '')), tenant_id, priority DESC, submitted)
     WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL AND tenant_id IS NOT NULL;
 CREATE INDEX durable_run_blocked ON durable_run (blocked_on, priority DESC, submitted) WHERE status = 'pending' AND blocked_on IS NOT NULL;
 -- Without the unreleased nodes of graphs: a delay of theirs that has passed would stand in front until they are released.
@@ -184,7 +185,8 @@ CREATE TABLE durable_schedule_fire (
 
 CREATE INDEX durable_schedule_fire_age ON durable_schedule_fire (created_at);
 
--- Flow control. scope_name: queue:NAME, function:NAME, or key:QUEUE for each concurrency key of that queue. queue_id is its stored form.
+-- Flow control. scope_name: queue:NAME, function:NAME, key:QUEUE for each concurrency key of that queue, share:QUEUE for each tenant in
+-- it, or tenant. queue_id is its stored form: '{tenant_id}:{scope_name}', untagged ':{scope_name}', everybody''s '*:{scope_name}'.
 CREATE TABLE durable_queue (
     queue_id        text COLLATE "C" NOT NULL,
     scope_name      text COLLATE "C" NOT NULL,
@@ -200,6 +202,9 @@ CREATE TABLE durable_queue (
     updated_at      timestamptz NOT NULL,
     PRIMARY KEY (queue_id)
 );
+
+-- A claim asks whether there is a row that it may meet.
+CREATE INDEX durable_queue_scope ON durable_queue (scope_name);
 
 -- A run in flight inside a scope that has a limit (73). Scopes without one have no rows.
 CREATE TABLE durable_permit (

@@ -77,7 +77,8 @@ CREATE UNIQUE INDEX durable_run_coalesce ON durable_run (coalesce_key) WHERE coa
 -- can not take (an unknown name, another version, records of another family) cost it nothing (10).
 CREATE INDEX durable_run_ready ON durable_run (queue, route, priority DESC, submitted)
     WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL;
-CREATE INDEX durable_run_ready_tenant ON durable_run (tenant_id, queue, route, priority DESC, submitted)
+-- What a worker that is bound to a tenant reads, and whose turn it is where tenants take turns.
+CREATE INDEX durable_run_ready_tenant ON durable_run (queue, route, tenant_id, priority DESC, submitted)
     WHERE status = 'pending' AND available_at IS NULL AND blocked_on IS NULL AND tenant_id IS NOT NULL;
 CREATE INDEX durable_run_blocked ON durable_run (blocked_on, priority DESC, submitted)
     WHERE status = 'pending' AND blocked_on IS NOT NULL;
@@ -171,7 +172,8 @@ CREATE TABLE durable_schedule_fire (
 );
 CREATE INDEX durable_schedule_fire_age ON durable_schedule_fire (created_at);
 
--- Flow control. scope_name: queue:NAME, function:NAME, or key:QUEUE for each concurrency key of that queue. queue_id is its stored form.
+-- Flow control. scope_name: queue:NAME, function:NAME, key:QUEUE for each concurrency key of that queue, share:QUEUE for each tenant in
+-- it, or tenant. queue_id is its stored form. tenant_id: whose runs it counts; '*' is everybody's together.
 CREATE TABLE durable_queue (
     queue_id        TEXT    NOT NULL PRIMARY KEY,
     scope_name      TEXT    NOT NULL,
@@ -186,6 +188,8 @@ CREATE TABLE durable_queue (
     fair            INTEGER NOT NULL DEFAULT 0,
     updated_at      INTEGER NOT NULL
 );
+-- A claim asks whether there is a row that it may meet.
+CREATE INDEX durable_queue_scope ON durable_queue (scope_name);
 
 -- A run in flight inside a scope that has a limit (73). Scopes without one have no rows.
 CREATE TABLE durable_permit (

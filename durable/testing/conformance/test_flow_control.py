@@ -239,6 +239,7 @@ async def test_the_limit_of_one_tenant_does_not_count_for_another(scene: Scene) 
 async def test_flow_control_is_stored_as_it_was_set(scene: Scene) -> None:
     queue = QueueRecord(
         scope_name="queue:q",
+        tenant=ALL,
         paused=True,
         max_concurrency=5,
         rate_count=10,
@@ -248,7 +249,7 @@ async def test_flow_control_is_stored_as_it_was_set(scene: Scene) -> None:
     )
     await scene.store.set_queue(queue)
     assert [found for found in await scene.store.queues(scope=ALL) if found.scope_name == "queue:q"] == [queue]
-    await scene.store.set_queue(QueueRecord(scope_name="queue:q"))
+    await scene.store.set_queue(QueueRecord(scope_name="queue:q", tenant=ALL))
     assert [found.paused for found in await scene.store.queues(scope=ALL) if found.scope_name == "queue:q"] in (
         [False],
         [],

@@ -1,0 +1,178 @@
+"""Flow control as values: the scopes that a run is in, how they are written down, what a row may say, and whose turn it is.
+
+Backends import these so that they count by the same texts and refuse the same rows (semantics 73 to 76); nothing here does I/O.
+
+A row of flow control belongs to one tenant, to the untagged, or to everybody (ADR 0030). Its key is `OWNER:NAME`, where the owner is a
+tenant's id, nothing, or `*`. Permits are counted by, and `blocked_on` says, the text of a scope: `OWNER/NAME`, `NAME` untagged; scopes
+that are spread over keys or tenants have that behind: `key:QUEUE:KEY`, `share:QUEUE:TENANT`. Names hold no slash and no colon, so a
+slash before the first colon is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
+from uuid import UUID
+
+from .errors import Conflict
+from .model import ALL, QueueRecord, Scope
+
+T = TypeVar("T")
+
+EVERYBODY: Final = "*"
+TENANT: Final = "tenant"
+"""The scope of everything of one tenant."""
+KINDS: Final = ("queue", "function", "key", "share")
+SPREAD: Final = ("key", "share")
+"""Kinds whose row stands for many scopes: one per concurrency key, or per tenant."""
+
+
+# -- texts ----------------------------------------------------------------------------------------------------------------
+
+
+def owner_of(tenant: Scope) -> str:
+    """Whom a row belongs to, as text: a tenant's id, nothing, or everybody."""
+    return EVERYBODY if tenant is ALL else "" if tenant is None else str(tenant)
+
+
+def tenant_of(owner: str) -> Scope:
+    """The tenant of a row's owner."""
+    return ALL if owner == EVERYBODY else UUID(owner) if owner else None
+
+
+def rule_id(owner: str, scope_name: str) -> str:
+    """The key of a row."""
+    return f"{owner}:{scope_name}"
+
+
+def scope_text(owner: str, base: str) -> str:
+    """The text of a scope by which permits are counted and which `blocked_on` shows."""
+    return f"{owner}/{base}" if owner else base
+
+
+def split(text: str) -> tuple[str, str]:
+    """The owner and the rest of a scope's text."""
+    head, colon, tail = text.partition(":")
+    owner, _, kind = head.rpartition("/")
+    return owner, f"{kind}{colon}{tail}"
+
+
+def rule_of(text: str) -> str:
+    """The key of the row that a scope's text is counted by."""
+    owner, base = split(text)
+    kind, _, rest = base.partition(":")
+    return rule_id(owner, f"{kind}:{rest.partition(':')[0]}" if kind in SPREAD else base)
+
+
+def is_spread(base: str) -> bool:
+    """Does this name or text of a scope stand for one per key, or per tenant?"""
+    return base.rpartition("/")[2].partition(":")[0] in SPREAD
+
+
+def scopes_of(tenant: str, queue: str, name: str, key: str | None) -> list[tuple[str, str]]:
+    """(key of the row, text of the scope) of every scope that a run is in, whether it is limited or not. `tenant`: its id, or nothing."""
+    found: list[tuple[str, str]] = []
+    for owner in (tenant, EVERYBODY):
+        found += [(rule_id(owner, base), scope_text(owner, base)) for base in (f"queue:{queue}", f"function:{name}")]
+        if key is not None:
+            found.append((rule_id(owner, f"key:{queue}"), scope_text(owner, f"key:{queue}:{key}")))
+    if tenant:
+        found.append((rule_id(tenant, TENANT), scope_text(tenant, TENANT)))
+        found.append((rule_id(EVERYBODY, f"share:{queue}"), scope_text(EVERYBODY, f"share:{queue}:{tenant}")))
+    return found
+
+
+def concerning(queues: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names of all scopes that a claim of these queues and functions may meet, whoever owns the row."""
+    spread = [f"{kind}:{queue}" for queue in queues for kind in ("queue", *SPREAD)]
+    return [TENANT, *spread, *(f"function:{name}" for name in sorted(set(names)))]
+
+
+def check(record: QueueRecord) -> None:
+    """Raise Conflict for a row that can mean nothing."""
+    kind, _, name = record.scope_name.partition(":")
+    what = record.scope_name
+    if kind == TENANT and not name:
+        if not isinstance(record.tenant, UUID):
+            raise Conflict("the scope of a tenant needs a tenant", hint="give the row a tenant's id")
+    elif kind not in KINDS or not name:
+        raise Conflict(
+            f"{what!r} is no scope",
+            hint="queue:NAME, function:NAME, key:QUEUE, share:QUEUE, or tenant for all of one tenant",
+        )
+    if kind == "share" and record.tenant is not ALL:
+        raise Conflict(
+            f"{what}: a share is what each tenant may have of a queue", hint="give the row to everybody (ALL)"
+        )
+    if record.fair and (kind != "queue" or record.tenant is not ALL):
+        raise Conflict(f"{what}: tenants take turns in a queue of everybody's", hint="queue:NAME of everybody (ALL)")
+    if (record.rate_count is None) != (record.rate_period is None):
+        raise Conflict(f"{what}: a rate is a count and a period", hint="give both, or neither")
+    if kind in SPREAD and record.rate_count is not None:
+        each = "key" if kind == "key" else "tenant"
+        raise Conflict(
+            f"a rate can not be set for each {each} of a queue", hint="set it on queue:NAME or function:NAME"
+        )
+    for field in ("max_concurrency", "rate_count", "rate_period", "rate_burst"):
+        value = getattr(record, field)
+        if value is not None and value < 1:
+            raise Conflict(f"{what}: {field} = {value}", hint="at least 1; to stop a scope, pause it")
+
+
+# -- turns ----------------------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Whose turn it is in each fair queue, for the claims of one store: each goes on behind the tenant that was served last.
+
+    It is a matter of one process: two workers take turns each on its own.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+
+    def last(self, queue: str) -> str | None:
+        """The tenant that was served last, as text; None: nobody yet."""
+        return self._last.get(queue)
+
+    def served(self, queue: str, tenants: Sequence[str]) -> None:
+        """These were served, in this order."""
+        if tenants:
+            self._last[queue] = tenants[-1]
+
+
+def in_turn(last: str | None, beyond: Callable[[str, int], Sequence[str]], room: int, *, untagged: bool) -> list[str]:
+    """At most `room` tenants in turn, behind the one that was served last; the untagged, as nothing, stand before all others.
+    `beyond(tenant, most)` gives so many of those that have something ready and come after that one, in order."""
+    found = list(beyond(last, room)) if last is not None else []
+    if len(found) < room:
+        front = ["", *beyond("", room)] if untagged else beyond("", room)
+        found += [one for one in front if last is None or one <= last][: room - len(found)]
+    return found
+
+
+def dealt(hands: Sequence[Sequence[T]], room: int) -> list[T]:
+    """One of each, then the next of each, until there is no more or the room is full."""
+    longest = max(map(len, hands), default=0)
+    return [hand[place] for place in range(longest) for hand in hands if place < len(hand)][:room]
+
+
+__all__ = [
+    "EVERYBODY",
+    "KINDS",
+    "SPREAD",
+    "TENANT",
+    "Turns",
+    "check",
+    "concerning",
+    "dealt",
+    "in_turn",
+    "is_spread",
+    "owner_of",
+    "rule_id",
+    "rule_of",
+    "scope_text",
+    "scopes_of",
+    "split",
+    "tenant_of",
+]
