@@ -17,6 +17,7 @@ from .errors import (
     ConfigurationError,
     Conflict,
     DurableError,
+    GraphFailed,
     EncryptionError,
     LeaseLost,
     MissingKey,
@@ -41,6 +42,7 @@ from .errors import (
     WorkerStopped,
 )
 from .function import Function, Registry, Step, function, step
+from .graph import Graph, Node
 from .handle import Approval, Progress, Run
 from .model import Status, tenant_id
 from .retry import Retry
@@ -59,9 +61,12 @@ __all__ = [
     "DurableError",
     "EncryptionError",
     "Function",
+    "Graph",
+    "GraphFailed",
     "LeaseLost",
     "MissingKey",
     "Misuse",
+    "Node",
     "NonDeterminismError",
     "NotFound",
     "PayloadTooLarge",

@@ -117,9 +117,11 @@ class Activation:
         """Run the body to its end, or until it is put aside. Raises only KeyboardInterrupt from the body."""
         try:
             entry = self.program.open(self, self.run_record.input, self.codec)
-        except (SerializationError, RegistrationError) as error:
+        except (SerializationError, RegistrationError, NonDeterminismError) as error:
             self._dead.set()
             self.over = True
+            if isinstance(error, NonDeterminismError):
+                return Mismatch(error)
             return BadPayload(error) if isinstance(error, SerializationError) else Raised(error, ())
         try:
             if not self.over:

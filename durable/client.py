@@ -21,6 +21,7 @@ from .errors import ConfigurationError, Conflict, Misuse, NotFound
 from .events import Events
 from .faces import Queues, Schedules
 from .function import Function, default_registry
+from .graph import node_function
 from .handle import Approval, Run
 from .instants import instant
 from .model import (
@@ -300,6 +301,10 @@ class Client:
     async def _history(self, run_id: str) -> Sequence[StepRecord]:
         return await self._opened.repeated(lambda: self.store.history(run_id, scope=self._scope))
 
+    async def _children(self, run_id: str, fn: Function[..., Any] | None) -> Sequence[Run[Any]]:
+        records = await self._opened.repeated(lambda: self.store.children(run_id, scope=self._scope))
+        return [self._handle(record, node_function(fn, record.parent_step_id)) for record in records]
+
     async def _landed(self, run_id: str) -> RunRecord:
         return await self._opened.hub.landed(run_id, self._scope)
 
@@ -322,7 +327,8 @@ class Client:
     async def retry(self, run_id: str, /, *, extra_attempts: int = 0) -> Run[Any]:
         """Run it again from the records that stand: the failed ones and what came after are taken out (semantics 50).
 
-        Raises Conflict unless it landed, and not completed; NotFound.
+        Of a graph it retries the nodes that did not complete, and with them those behind (77). Raises Conflict unless it landed,
+        and not completed; NotFound.
         """
         if isinstance(extra_attempts, bool) or not isinstance(extra_attempts, int) or extra_attempts < 0:
             raise ConfigurationError(f"extra_attempts: {extra_attempts!r} is not a whole number from 0")

@@ -16,6 +16,7 @@
         │   └── StepTimeout           also a TimeoutError
         ├── SignalTimeout             also a TimeoutError
         ├── RunFailed                 the awaited run landed failed
+        ├── GraphFailed               nodes of a graph did not complete; what its run failed with
         ├── RunCancelled              the awaited run landed cancelled
         ├── RunTimeout                the awaited run landed timed_out; also a TimeoutError
         ├── RunForwardIncomplete      the awaited run passed its pivot and could not go forward
@@ -185,6 +186,13 @@ class RunFailed(_RunEnded):
     """The run landed `failed`; `error_kind` says why."""
 
     code = "run_failed"
+
+
+class GraphFailed(DurableError):
+    """Nodes of a graph did not complete; the message names them. It is what the run of the graph fails with (semantics 77)."""
+
+    code = "graph_failed"
+    default_hint = "retry the run of the graph: the nodes that failed, and those behind them, run again"
 
 
 class RunCancelled(_RunEnded):

@@ -280,12 +280,16 @@ class Function(Generic[P, R_co]):
             sequence_key=options.sequence_key,
             concurrency_key=options.concurrency_key,
             max_attempts=retry.max_attempts,
-            options=options.overrides(),
+            options=self.start_options(),
             version=declared.version,
             fingerprint=self.fingerprint,
             keep=options.keep if options.keep is not None else declared.keep,
             tags=options.tags,
         )
+
+    def start_options(self) -> Json | None:
+        """What the holder of a run must know that the declaration does not say."""
+        return self.options.overrides()
 
     def open(self, host: Any, payload: Json, codec: Codec) -> Callable[[], Any]:
         """Bind the body to a context on `host`. Raises SerializationError for an input that it can not read."""

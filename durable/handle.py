@@ -206,6 +206,11 @@ class Run(Generic[R_co]):
         """What the run has shown with `ctx.publish`, as plain JSON; the last value of each name. Read anew with every call."""
         return published(await self._client._history(self.id))
 
+    async def children(self) -> dict[str, Run[Any]]:
+        """The runs that it started, by the step that did; those of a graph by the names of its nodes (semantics 48, 77). Read anew
+        with every call. A child that a retry replaced has `@` and a number behind its step."""
+        return {str(run.record.parent_step_id): run for run in await self._client._children(self.id, self._function)}
+
     async def watch(self) -> AsyncIterator[Self]:
         """This handle, again after each change that was seen, until the run has landed. Quick changes may be seen as one."""
         await self.refresh()

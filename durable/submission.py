@@ -54,6 +54,7 @@ def scheduled_run(
         idempotency_key=None if slot is None else f"~schedule:{schedule.schedule_id}:{slot}",
         sequence_key=f"~schedule:{schedule.schedule_id}" if sequence else None,
         max_attempts=retry.max_attempts,
+        options=function.start_options(),
         version=declared.version,
         fingerprint=function.fingerprint,
         keep=declared.keep,

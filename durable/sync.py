@@ -119,6 +119,10 @@ class SyncRun(Generic[R_co]):
         """See `Run.published`."""
         return self._portal.call(self._run.published)
 
+    def children(self) -> dict[str, SyncRun[Any]]:
+        """See `Run.children`."""
+        return {step: SyncRun(self._portal, run) for step, run in self._portal.call(self._run.children).items()}
+
     def signal(self, signal: Signal[A], value: A, /, *, id: str | None = None) -> None:
         """See `Run.signal`."""
         self._portal.call(self._run.signal, signal, value, id=id)

@@ -21,7 +21,8 @@ async def take_out(work: Work, run: Document, positions: Iterable[int], *, keep_
 
     Children whose failed end is at one of the positions, and those whose start is deleted, start anew: the old child keeps its
     row, its `parent_step_id` gets the suffix `@{attempts}`, and if it is live it is asked to stop. With `keep_children` they go
-    on and only their ends are forgotten (a graph whose node is retried, 77). The answer: how many records are left.
+    on and only their ends are forgotten (a graph whose node is retried, 77). So do children that no step of their own started: the
+    nodes of a graph. The answer: how many records are left.
     """
     fields = ("step_id", "kind", "position", "seen")
     rows = await work.find("durable_step", belonging_to(run["_id"]), fields=fields)
@@ -33,8 +34,9 @@ async def take_out(work: Work, run: Document, positions: Iterable[int], *, keep_
             for row in rows
             if row["kind"] == RecordKind.CHILD
         ]
-        anew = {row["step_id"] for row in rows if row["kind"] == RecordKind.START and row["step_id"] in gone}
-        anew |= {start for start, position in ends if position in failed}
+        starts = {row["step_id"] for row in rows if row["kind"] == RecordKind.START}
+        ends = [(start, position) for start, position in ends if start in starts]
+        anew = starts & gone | {start for start, position in ends if position in failed}
         for start, _ in ends:
             if f"{start}:end" in gone and await _child(work, run, start) is None:
                 anew.add(start)

@@ -42,7 +42,8 @@ def take_out(
 
     Children whose failed end is at one of the positions, and those whose start is deleted, start anew: the old child keeps its
     row, its `parent_step_id` gets the suffix `@{attempts}`, and if it is live it is asked to stop. With `keep_children` they go
-    on and only their ends are forgotten (a graph whose node is retried, 77). The answer: how many records are left.
+    on and only their ends are forgotten (a graph whose node is retried, 77). So do children that no step of their own started: the
+    nodes of a graph. The answer: how many records are left.
     """
     found = yield from rows(JOURNAL, run_id)
     failed = set(positions)
@@ -51,10 +52,11 @@ def take_out(
         ends = [
             (step_id.removesuffix(":end"), position) for step_id, kind, position, _ in found if kind == RecordKind.CHILD
         ]
-        starts = {step_id for step_id, kind, _, _ in found if kind == RecordKind.START and step_id in gone}
-        candidates = starts | {start for start, _ in ends}
+        starts = {step_id for step_id, kind, _, _ in found if kind == RecordKind.START}
+        ends = [(start, position) for start, position in ends if start in starts]
+        candidates = starts & gone | {start for start, _ in ends}
         children = (yield from _children(run_id, candidates)) if candidates else {}
-        anew = starts | {start for start, position in ends if position in failed}
+        anew = starts & gone | {start for start, position in ends if position in failed}
         anew |= {start for start, _ in ends if f"{start}:end" in gone and start not in children}
         if anew:
             yield from _part(work, {start: children[start] for start in sorted(anew) if start in children}, attempts)

@@ -13,11 +13,12 @@ from durable.model import TERMINAL, ErrorKind, RecordKind, RunRecord, Scope, Sta
 from durable.storekit import within
 
 from . import flow, locks, removal
-from .operation import Operation, Work, count, first, rows
+from .operation import Operation, Row, Work, count, first, rows
 from .rows import RUN_COLUMNS, run_record, stored_key
 
 OPERATOR: Final = "operator-retry"
 """Stands where the claim mark stood until the next claim: by it a repeated retry knows itself. No claim has this mark."""
+RETRY_THAT: Final = "retry that one: those behind it come back with it"
 
 RUN: Final = f"SELECT {RUN_COLUMNS}, r.error_positions FROM durable_run AS r WHERE r.run_id = $1"
 RECORDED_ENDS: Final = (
@@ -39,11 +40,27 @@ UPDATE durable_run AS r SET status = $2, wake_after = $3, blocked_on = $4, max_a
         SELECT 1 FROM durable_step AS s WHERE s.run_id = r.run_id AND s.kind = 'pivot') THEN r.cancel_refused_at END
 WHERE r.run_id = $1
 """
-IS_NODE: Final = "SELECT 1 FROM durable_dependency AS d WHERE d.run_id = $1 OR d.depends_on = $1 LIMIT 1"
-# Nodes behind one that comes back which landed only for its sake.
+# Nodes of the same graph behind one that comes back, which landed only for its sake.
 BEHIND: Final = """
 SELECT d.run_id FROM durable_dependency AS d JOIN durable_run AS r ON r.run_id = d.run_id
-WHERE d.depends_on = $1 AND r.status = 'cancelled' AND r.attempts = 0 AND r.error_kind = $2
+WHERE d.depends_on = $1 AND r.parent_run_id IS NOT DISTINCT FROM $2 AND r.status = 'cancelled' AND r.attempts = 0
+    AND r.error_kind = $3
+"""
+# A node is a child that no step of its own started: all nodes are written with one record of the graph. With '@' it was parted (50).
+_IS_NODE: Final = """
+r.parent_run_id IS NOT NULL AND strpos(r.parent_step_id, '@') = 0 AND NOT EXISTS (
+    SELECT 1 FROM durable_step AS s WHERE s.run_id = r.parent_run_id AND s.step_id = r.parent_step_id AND s.kind = 'start')
+"""
+IS_NODE: Final = f"SELECT 1 FROM durable_run AS r WHERE r.run_id = $1 AND {_IS_NODE}"
+FAILED_NODES: Final = f"""
+SELECT {RUN_COLUMNS}, r.error_positions FROM durable_run AS r WHERE r.parent_run_id = $1 AND {_IS_NODE}
+AND r.status IN ('failed', 'cancelled', 'timed_out', 'forward_incomplete') AND r.error_kind IS DISTINCT FROM $2 ORDER BY r.submitted
+"""
+LOST_NODES: Final = """
+SELECT s.step_id FROM durable_step AS s WHERE s.run_id = $1 AND s.kind = 'child' AND s.position = ANY ($2::integer[])
+AND NOT EXISTS (SELECT 1 FROM durable_step AS b WHERE b.run_id = s.run_id AND b.step_id || ':end' = s.step_id)
+AND NOT EXISTS (
+    SELECT 1 FROM durable_run AS c WHERE c.parent_run_id = s.run_id AND c.parent_step_id || ':end' = s.step_id)
 """
 UPSTREAM: Final = """
 SELECT d.depends_on, r.status FROM durable_dependency AS d LEFT JOIN durable_run AS r ON r.run_id = d.depends_on
@@ -66,22 +83,40 @@ def retry(work: Work, run_id: str, scope: Scope, attempts: int, extra_attempts: 
     if run.attempts != attempts or (run.status is Status.PENDING and run.lease_owner == OPERATOR):
         return run
     yield from _refuse(run)
-    failed = yield from _failed(run, positions)
-    yield from removal.take_out(work, run_id, run.attempts, failed)
-    yield from _revive(work, run, Status.PENDING, extra_attempts=extra_attempts)
-    if (yield from first(IS_NODE, run_id)) is not None:
-        yield from _graph_goes_on(work, run)
-    work.announce(f"queue:{run.queue}")
-    work.announce(f"run:{run_id}")
+    nodes = yield from _failed_nodes(run, positions)
+    for node, _ in nodes:
+        yield from _refuse(node)
+    back = {run_id, *(node.run_id for node, _ in nodes)}
+    yield from _again(work, run, positions, 0 if nodes else extra_attempts, back)
+    for node, its_positions in nodes:
+        yield from _again(work, node, its_positions, extra_attempts, back)
     after, _ = yield from _read(run_id)
     assert after is not None
     return after
 
 
+def _again(work: Work, run: RunRecord, positions: set[int], extra_attempts: int, back: set[str]) -> Operation[None]:
+    """One run, pending again; or suspended, if it is a node that others must still come before."""
+    before = yield from rows(UPSTREAM, run.run_id)
+    dead = [on for on, status in before if on not in back and status in TERMINAL and status != Status.COMPLETED]
+    if dead:
+        raise Conflict(f"run {run.run_id} waits for run {dead[0]}, which did not complete", hint=RETRY_THAT)
+    open_ends = sum(status != Status.COMPLETED for _, status in before)
+    status = Status.SUSPENDED if open_ends else Status.PENDING
+    failed = yield from _failed(run, positions)
+    yield from removal.take_out(work, run.run_id, run.attempts, failed)
+    yield from _revive(work, run, status, extra_attempts=extra_attempts, wake_after=open_ends)
+    yield from _nodes_come_back(work, run)
+    work.announce(f"queue:{run.queue}")
+    work.announce(f"run:{run.run_id}")
+
+
 def _read(run_id: str) -> Operation[tuple[RunRecord | None, set[int]]]:
     row = yield from first(RUN, run_id)
-    if row is None:
-        return None, set()
+    return (None, set()) if row is None else _record(row)
+
+
+def _record(row: Row) -> tuple[RunRecord, set[int]]:
     return run_record(row[:-1]), set(json.loads(row[-1])) if row[-1] else set()
 
 
@@ -114,24 +149,39 @@ def _revive(
     yield from count(REVIVE, run.run_id, str(status), wake_after, blocked_on, extra_attempts, OPERATOR)
 
 
-# -- the graph that a retried run is a node of -------------------------------------------------------------------------------
+# -- graphs: one that is retried, and one whose node is retried --------------------------------------------------------------
 
 
-def _graph_goes_on(work: Work, node: RunRecord) -> Operation[None]:
+def _failed_nodes(run: RunRecord, positions: set[int]) -> Operation[list[tuple[RunRecord, set[int]]]]:
+    """The nodes of a graph that ended badly by themselves, with the positions that their errors carry: a retry of the graph is a retry
+    of them (77). Raises Conflict where one was purged: its end would be waited for in vain."""
+    lost = yield from first(LOST_NODES, run.run_id, sorted(positions))
+    if lost is not None:
+        raise Conflict(
+            f"a node of the graph {run.run_id} is not stored any more: {lost[0]}", hint="start the graph anew"
+        )
+    found = yield from rows(FAILED_NODES, run.run_id, str(ErrorKind.UPSTREAM))
+    if found:
+        yield from locks.family(str(row[0]) for row in found)
+        found = yield from rows(FAILED_NODES, run.run_id, str(ErrorKind.UPSTREAM))
+    return [_record(row) for row in found]
+
+
+def _nodes_come_back(work: Work, node: RunRecord) -> Operation[None]:
     """The nodes that landed because of this one wait for it again, and a graph that landed takes up its work (77)."""
-    back = yield from _nodes_behind(node.run_id)
+    back = yield from _nodes_behind(node)
     for run_id, open_ends in back.items():
         run, _ = yield from _read(run_id)
         assert run is not None
         yield from _revive(work, run, Status.SUSPENDED, wake_after=open_ends)
-    if node.parent_run_id is None:
+    if node.parent_run_id is None or (yield from first(IS_NODE, node.run_id)) is None:
         return
-    graph, _ = yield from _read(node.parent_run_id)
+    graph, positions = yield from _read(node.parent_run_id)
     if graph is None or graph.status in (Status.COMPLETED, Status.RUNNING):
         return  # a running graph keeps what it has been given; it lands, and can be retried then
     found = yield from rows(NODES, [node.run_id, *back])
     ends = yield from rows(NODE_ENDS, graph.run_id, [f"{step}:end" for _, step, _ in found])
-    forgotten = {position for (position,) in ends}
+    forgotten = {position for (position,) in ends} | (yield from _failed(graph, positions))
     yield from removal.take_out(work, graph.run_id, graph.attempts, forgotten, keep_children=True)
     if graph.status in TERMINAL:
         yield from _revive(work, graph, Status.PENDING)
@@ -139,24 +189,24 @@ def _graph_goes_on(work: Work, node: RunRecord) -> Operation[None]:
         work.announce(f"run:{graph.run_id}")
 
 
-def _nodes_behind(run_id: str) -> Operation[dict[str, int]]:
+def _nodes_behind(node: RunRecord) -> Operation[dict[str, int]]:
     """Nodes that come back, with how many of those they depend on have not completed. One that also lies behind a node which
     ended badly and stays so does not come back: it could never be released."""
     back: dict[str, int] = {}
-    returned = {run_id}
-    look = [run_id]
+    returned = {node.run_id}
+    look = [node.run_id]
     while look:
-        behind = yield from rows(BEHIND, look.pop(), str(ErrorKind.UPSTREAM))
-        yield from locks.alone(node for (node,) in behind)
-        for (node,) in behind:
-            edges = yield from rows(UPSTREAM, node)
+        behind = yield from rows(BEHIND, look.pop(), node.parent_run_id, str(ErrorKind.UPSTREAM))
+        yield from locks.alone(run_id for (run_id,) in behind)
+        for (run_id,) in behind:
+            edges = yield from rows(UPSTREAM, run_id)
             dead = [
                 on for on, status in edges if on not in returned and status in TERMINAL and status != Status.COMPLETED
             ]
-            if node not in back and not dead:
-                back[node] = sum(status != Status.COMPLETED for _, status in edges)
-                returned.add(node)
-                look.append(node)
+            if run_id not in back and not dead:
+                back[run_id] = sum(status != Status.COMPLETED for _, status in edges)
+                returned.add(run_id)
+                look.append(run_id)
     return back
 
 

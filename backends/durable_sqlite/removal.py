@@ -42,7 +42,8 @@ def take_out(
 
     Children whose failed end is at one of the positions, and those whose start is deleted, start anew: the old child keeps its
     row, its `parent_step_id` gets the suffix `@{attempts}`, and if it is live it is asked to stop. With `keep_children` they go
-    on and only their ends are forgotten (a graph whose node is retried, 77). The answer: how many records are left.
+    on and only their ends are forgotten (a graph whose node is retried, 77). So do children that no step of their own started: the
+    nodes of a graph. The answer: how many records are left.
     """
     rows = con.execute(JOURNAL, (run_id,)).fetchall()
     failed = set(positions)
@@ -51,9 +52,11 @@ def take_out(
         ends = [
             (step_id.removesuffix(":end"), position) for step_id, kind, position, _ in rows if kind == RecordKind.CHILD
         ]
-        anew = {step_id for step_id, kind, _, _ in rows if kind == RecordKind.START and step_id in gone}
-        anew |= {start for start, position in ends if position in failed}
-        anew |= {start for start, _ in ends if f"{start}:end" in gone and _child(con, run_id, start) is None}
+        starts = {step_id for step_id, kind, _, _ in rows if kind == RecordKind.START}
+        anew = starts & gone
+        anew |= {start for start, position in ends if position in failed and start in starts}
+        lost = (start for start, _ in ends if f"{start}:end" in gone and start in starts)
+        anew |= {start for start in lost if _child(con, run_id, start) is None}
         for start in sorted(anew):
             _part(con, now, run_id, start, attempts)
             gone |= {start, f"{start}:end"}

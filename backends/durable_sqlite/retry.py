@@ -18,6 +18,7 @@ from .rows import RUN_COLUMNS, run_record
 
 OPERATOR = "operator-retry"
 """Stands where the claim mark stood until the next claim: by it a repeated retry knows itself. No claim has this mark."""
+RETRY_THAT = "retry that one: those behind it come back with it"
 
 RUN = f"SELECT {RUN_COLUMNS} FROM durable_run WHERE run_id = ?"
 POSITIONS = "SELECT error_positions FROM durable_run WHERE run_id = ?"
@@ -36,11 +37,26 @@ UPDATE durable_run SET status = ?, wake_after = ?, blocked_on = ?, max_attempts 
         SELECT 1 FROM durable_step AS s WHERE s.run_id = durable_run.run_id AND s.kind = 'pivot') THEN cancel_refused_at END
 WHERE run_id = ?
 """
-IS_NODE = "SELECT 1 FROM durable_dependency WHERE run_id = ? OR depends_on = ? LIMIT 1"
-# Nodes behind one that comes back which landed only for its sake.
+# Nodes of the same graph behind one that comes back, which landed only for its sake.
 BEHIND = """
 SELECT d.run_id FROM durable_dependency AS d JOIN durable_run AS r ON r.run_id = d.run_id
-WHERE d.depends_on = ? AND r.status = 'cancelled' AND r.attempts = 0 AND r.error_kind = ?
+WHERE d.depends_on = ? AND r.parent_run_id IS ? AND r.status = 'cancelled' AND r.attempts = 0 AND r.error_kind = ?
+"""
+# A node is a child that no step of its own started: all nodes are written with one record of the graph. With '@' it was parted (50).
+_IS_NODE = """
+c.parent_run_id IS NOT NULL AND instr(c.parent_step_id, '@') = 0 AND NOT EXISTS (
+    SELECT 1 FROM durable_step AS s WHERE s.run_id = c.parent_run_id AND s.step_id = c.parent_step_id AND s.kind = 'start')
+"""
+IS_NODE = f"SELECT 1 FROM durable_run AS c WHERE c.run_id = ? AND {_IS_NODE}"
+FAILED_NODES = f"""
+SELECT {RUN_COLUMNS} FROM durable_run AS c WHERE c.parent_run_id = ? AND {_IS_NODE}
+AND c.status IN ('failed', 'cancelled', 'timed_out', 'forward_incomplete') AND c.error_kind IS NOT ? ORDER BY c.submitted
+"""
+LOST_NODES = """
+SELECT s.step_id FROM durable_step AS s WHERE s.run_id = ? AND s.kind = 'child' AND s.position IN (SELECT value FROM json_each(?))
+AND NOT EXISTS (SELECT 1 FROM durable_step AS b WHERE b.run_id = s.run_id AND b.step_id || ':end' = s.step_id)
+AND NOT EXISTS (
+    SELECT 1 FROM durable_run AS c WHERE c.parent_run_id = s.run_id AND c.parent_step_id || ':end' = s.step_id)
 """
 UPSTREAM = """
 SELECT d.depends_on, r.status FROM durable_dependency AS d LEFT JOIN durable_run AS r ON r.run_id = d.depends_on
@@ -61,16 +77,31 @@ def retry(
         raise NotFound(f"there is no run {run_id}")
     if run.attempts != attempts or (run.status is Status.PENDING and run.lease_owner == OPERATOR):
         return run
-    _refuse(con, run)
-    removal.take_out(con, now, run_id, run.attempts, _failed(con, run))
-    _revive(con, now, run_id, Status.PENDING, extra_attempts=extra_attempts)
-    if con.execute(IS_NODE, (run_id, run_id)).fetchone() is not None:
-        _graph_goes_on(con, now, run)
-    announce(con, f"queue:{run.queue}")
-    announce(con, f"run:{run_id}")
+    nodes = _failed_nodes(con, run)
+    for one in (run, *nodes):
+        _refuse(con, one)
+    back = {one.run_id for one in (run, *nodes)}
+    _again(con, now, run, 0 if nodes else extra_attempts, back)
+    for node in nodes:
+        _again(con, now, node, extra_attempts, back)
     after = _read(con, run_id)
     assert after is not None
     return after
+
+
+def _again(con: sqlite3.Connection, now: Instant, run: RunRecord, extra_attempts: int, back: set[str]) -> None:
+    """One run, pending again; or suspended, if it is a node that others must still come before."""
+    before = con.execute(UPSTREAM, (run.run_id,)).fetchall()
+    dead = [on for on, status in before if on not in back and status in TERMINAL and status != Status.COMPLETED]
+    if dead:
+        raise Conflict(f"run {run.run_id} waits for run {dead[0]}, which did not complete", hint=RETRY_THAT)
+    open_ends = sum(status != Status.COMPLETED for _, status in before)
+    status = Status.SUSPENDED if open_ends else Status.PENDING
+    removal.take_out(con, now, run.run_id, run.attempts, _failed(con, run))
+    _revive(con, now, run.run_id, status, extra_attempts=extra_attempts, wake_after=open_ends)
+    _nodes_come_back(con, now, run)
+    announce(con, f"queue:{run.queue}")
+    announce(con, f"run:{run.run_id}")
 
 
 def _read(con: sqlite3.Connection, run_id: str) -> RunRecord | None:
@@ -107,42 +138,54 @@ def _revive(
     con.execute(REVIVE, (status, wake_after, blocked_on, extra_attempts, now, now, OPERATOR, run_id))
 
 
-# -- the graph that a retried run is a node of -------------------------------------------------------------------------------
+# -- graphs: one that is retried, and one whose node is retried --------------------------------------------------------------
 
 
-def _graph_goes_on(con: sqlite3.Connection, now: Instant, node: RunRecord) -> None:
+def _failed_nodes(con: sqlite3.Connection, run: RunRecord) -> list[RunRecord]:
+    """The nodes of a graph that ended badly by themselves: a retry of the graph is a retry of them (77). Raises Conflict where one
+    was purged: its end would be waited for in vain."""
+    lost = con.execute(LOST_NODES, (run.run_id, json.dumps(sorted(_failed(con, run))))).fetchone()
+    if lost is not None:
+        raise Conflict(
+            f"a node of the graph {run.run_id} is not stored any more: {lost[0]}", hint="start the graph anew"
+        )
+    return [run_record(row) for row in con.execute(FAILED_NODES, (run.run_id, ErrorKind.UPSTREAM)).fetchall()]
+
+
+def _nodes_come_back(con: sqlite3.Connection, now: Instant, node: RunRecord) -> None:
     """The nodes that landed because of this one wait for it again, and a graph that landed takes up its work (77)."""
-    back = _nodes_behind(con, node.run_id)
+    back = _nodes_behind(con, node)
     for run_id, open_ends in back.items():
         _revive(con, now, run_id, Status.SUSPENDED, wake_after=open_ends)
-    if node.parent_run_id is None:
+    if node.parent_run_id is None or con.execute(IS_NODE, (node.run_id,)).fetchone() is None:
         return
     graph = _read(con, node.parent_run_id)
     if graph is None or graph.status in (Status.COMPLETED, Status.RUNNING):
         return  # a running graph keeps what it has been given; it lands, and can be retried then
     steps = [con.execute(NODE, (run_id,)).fetchone()[0] for run_id in (node.run_id, *back)]
     ends = con.execute(NODE_ENDS, (graph.run_id, json.dumps([f"{step}:end" for step in steps]))).fetchall()
-    removal.take_out(con, now, graph.run_id, graph.attempts, {position for (position,) in ends}, keep_children=True)
+    forgotten = {position for (position,) in ends} | _failed(con, graph)
+    removal.take_out(con, now, graph.run_id, graph.attempts, forgotten, keep_children=True)
     if graph.status in TERMINAL:
         _revive(con, now, graph.run_id, Status.PENDING)
         announce(con, f"queue:{graph.queue}")
         announce(con, f"run:{graph.run_id}")
 
 
-def _nodes_behind(con: sqlite3.Connection, run_id: str) -> dict[str, int]:
+def _nodes_behind(con: sqlite3.Connection, node: RunRecord) -> dict[str, int]:
     """Nodes that come back, with how many of those they depend on have not completed. One that also lies behind a node which
     ended badly and stays so does not come back: it could never be released."""
     back: dict[str, int] = {}
-    returned = {run_id}
-    look = [run_id]
+    returned = {node.run_id}
+    look = [node.run_id]
     while look:
-        for (node,) in con.execute(BEHIND, (look.pop(), ErrorKind.UPSTREAM)).fetchall():
-            edges = con.execute(UPSTREAM, (node,)).fetchall()
+        for (run_id,) in con.execute(BEHIND, (look.pop(), node.parent_run_id, ErrorKind.UPSTREAM)).fetchall():
+            edges = con.execute(UPSTREAM, (run_id,)).fetchall()
             dead = [
                 on for on, status in edges if on not in returned and status in TERMINAL and status != Status.COMPLETED
             ]
-            if node not in back and not dead:
-                back[node] = sum(status != Status.COMPLETED for _, status in edges)
-                returned.add(node)
-                look.append(node)
+            if run_id not in back and not dead:
+                back[run_id] = sum(status != Status.COMPLETED for _, status in edges)
+                returned.add(run_id)
+                look.append(run_id)
     return back

@@ -13,6 +13,7 @@ import durable
 
 from .._engine.rehearsal import Rehearsed, rehearse
 from ..function import default_registry
+from ..graph import results_wanted, with_results
 from .options import AsJson, Everybody, Tenant, Url, load, with_client
 from .output import Output
 
@@ -65,6 +66,13 @@ async def _one(client: durable.Client, registry: durable.Registry, handle: durab
             f"run {handle.id} is of {record.name!r} {record.version or ''}, which this app does not declare",
             hint="name the module that declares it",
         )
+    if wanted := results_wanted(record):
+        if not record.attempts:
+            return Rehearsed(record, 0, None)  # a node that was never run: it has no journal, and may have no arguments yet
+        try:
+            record = with_results(record, await client.store.get(wanted, scope=client.scope))
+        except durable.NotFound as error:
+            return Rehearsed(record, 0, error.message)
     history = await client.store.history(handle.id, scope=client.scope)
     return await rehearse(
         function, record, history, codec=client.codec, settings=client.settings, now=client.store.clock()

@@ -9,12 +9,14 @@ import typer
 
 import durable
 
+from ..graph import topology_of
 from .options import AsJson, Everybody, Tenant, Url, with_client
 from .output import Output
 
 app = typer.Typer(no_args_is_help=True)
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The id of a run.")]
+NODE_COLUMNS = ("node", "function", "inputs", "after", "status", "id", "error")
 LISTED = ("id", "function", "status", "queue", "created_at", "failures", "error_kind", "error")
 
 
@@ -35,6 +37,30 @@ def run_row(run: durable.Run[Any]) -> dict[str, Any]:
         "coalesce_key": run.coalesce_key,
         "tags": dict(run.tags),
     }
+
+
+async def node_rows(run: durable.Run[Any]) -> list[dict[str, Any]] | None:
+    """The nodes of a graph, as the run was submitted, with how each stands; None for a run that is no graph."""
+    topology = topology_of(run.record)
+    if topology is None:
+        return None
+    nodes = await run.children()
+    rows: list[dict[str, Any]] = []
+    for shape in topology:
+        node = nodes.get(shape["node"])
+        rows.append(
+            {
+                "node": shape["node"],
+                "function": shape["function"],
+                "inputs": shape["inputs"],
+                "after": shape["after"],
+                "status": "not written yet" if node is None else str(node.status),
+                "id": None if node is None else node.id,
+                "error_kind": None if node is None else node.error_kind,
+                "error": None if node is None else node.error,
+            }
+        )
+    return rows
 
 
 @app.command("list")
@@ -71,6 +97,7 @@ def show_run(
 
     async def work(client: durable.Client) -> None:
         run = await client.get(run_id)
+        nodes = await node_rows(run)
         explanation = await client.explain(run_id)
         journal = [
             {
@@ -84,9 +111,12 @@ def show_run(
             for record in await client.journal(run_id)
         ]
         if output.machine:
-            output.data({**run_row(run), "reasons": list(explanation.reasons), "journal": journal})
+            shown = {**run_row(run), "reasons": list(explanation.reasons), "journal": journal}
+            output.data(shown if nodes is None else {**shown, "nodes": nodes})
             return
         output.fields(f"Run {run.id}", {**run_row(run), "why": " ".join(explanation.reasons)})
+        if nodes is not None:
+            output.table("Nodes", nodes, NODE_COLUMNS)
         output.table("Journal", journal, ("position", "step", "kind", "at", "claim", "result"))
 
     with_client(url, work, tenant=tenant, everybody=all_tenants)
@@ -140,9 +170,13 @@ def explain(
     async def work(client: durable.Client) -> None:
         explanation = await client.explain(run_id)
         row = {"id": run_id, "status": str(explanation.run.status), "code": explanation.code}
+        nodes = await node_rows(await client.get(run_id))
         if output.machine:
-            output.data({**row, "reasons": list(explanation.reasons)})
+            shown = {**row, "reasons": list(explanation.reasons)}
+            output.data(shown if nodes is None else {**shown, "nodes": nodes})
             return
         output.fields(f"Run {run_id}", {**row, "why": " ".join(explanation.reasons)})
+        if nodes is not None:
+            output.table("Nodes", nodes, NODE_COLUMNS)
 
     with_client(url, work, tenant=tenant, everybody=all_tenants)

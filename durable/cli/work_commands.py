@@ -107,6 +107,8 @@ def start(
 ) -> None:
     """Start a run and print it."""
     found = load(function)
+    if isinstance(found, durable.Graph):
+        found = found.function
     if not _is_function(found):
         raise durable.ConfigurationError(
             f"{function} is not a durable function", hint="declare it with @durable.function"

@@ -177,6 +177,19 @@ class Signature:
             raise SerializationError(f"{self.name}: stored arguments do not fit it: {error}", path="$") from None
         return tuple(args), kwargs
 
+    @property
+    def empty(self) -> bool:
+        """It takes no argument at all."""
+        return not self._parameters
+
+    def fits(self, count: int) -> bool:
+        """Can it be called with so many arguments by position, and nothing else?"""
+        try:
+            self._signature.bind(*range(count))
+        except TypeError:
+            return False
+        return True
+
     def _takes_name(self, name: str) -> bool:
         parameter = self._parameters.get(name)
         return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)

@@ -26,6 +26,18 @@ async def patient(ctx: durable.Context) -> None:
     await ctx.sleep("1h")
 
 
+@durable.function
+async def doubled(ctx: durable.Context, price: int) -> int:
+    return 2 * price
+
+
+bundle = durable.Graph("bundle")
+bundle.node("quote", quote)
+bundle.node("doubled", doubled, inputs=["quote"])
+bundle.node("broken", broken, after=["quote"])
+bundle.node("never", patient, after=["broken"])
+
+
 def drain(url: str) -> None:
     """Work until every run of the untagged rows has landed or sleeps."""
 

@@ -389,6 +389,10 @@ class RunOracle:
         gone = {r.step_id for r in journal if failed and (r.position in failed or r.seen >= min(failed))}
         ends = {r.step_id.removesuffix(":end"): r for r in journal if r.kind == "child"}
         anew = {r.step_id for r in journal if r.kind == "start" and r.step_id in gone}
+        starts = {r.step_id for r in journal if r.kind == "start"}
+        ends = {
+            start: end for start, end in ends.items() if start in starts
+        }  # a node of a graph has no start of its own
         anew |= {start for start, end in ends.items() if end.position in failed}
         anew |= {start for start, end in ends.items() if end.step_id in gone and self.child(row, start) is None}
         for start in set() if keep_children else sorted(anew):

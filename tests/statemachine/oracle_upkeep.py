@@ -26,42 +26,70 @@ class Oracle(RunOracle):
         row = self.seen(run_id, scope)
         if row.attempts != attempts or (row.status == "pending" and row.retried):
             return run_id
-        undone = any(record.step_id.startswith("undo/") for record in self.journals[run_id])
-        if row.status not in m.TERMINAL or row.status == "completed" or undone:
-            raise Conflict("only what ended, and not well, can be retried")
-        failed = set(row.positions)
-        if row.status in ("cancelled", "timed_out"):
-            kind = "cancel" if row.status == "cancelled" else "timeout"
-            failed |= {record.position for record in self.journals[run_id] if record.kind == kind}
-        self.take_out(row, failed)
-        self.revive(row, extra)
-        if self.node(run_id):
-            self.graph_goes_on(row)
+        if row.status not in m.TERMINAL:
+            raise Conflict("it has not ended")
+        nodes = sorted((one for one in self.runs.values() if self.failed_node(one, run_id)), key=lambda one: one.order)
+        for one in (row, *nodes):
+            undone = any(record.step_id.startswith("undo/") for record in self.journals[one.run_id])
+            dead = [on for on in self.front(one) if on not in (row, *nodes) and self.ended_badly(on)]
+            if one.status == "completed" or undone or dead or self.lost_nodes(one):
+                raise Conflict("only what ended, and not well, can be retried")
+        for one in (row, *nodes):
+            waits = sum(on.status != "completed" for on in self.front(one))
+            self.take_out(one, self.blamed(one))
+            self.revive(one, 0 if one is row and nodes else extra)
+            one.status, one.wake_after = ("suspended", waits) if waits else ("pending", 0)
+            self.nodes_come_back(one)
         return run_id
 
-    def graph_goes_on(self, row: Row) -> None:
+    def blamed(self, row: Row) -> set[Any]:
+        kind = {"cancelled": "cancel", "timed_out": "timeout"}.get(row.status)
+        return {*row.positions, *(r.position for r in self.journals[row.run_id] if kind and r.kind == kind)}
+
+    def front(self, row: Row) -> list[Row]:
+        """The runs that a node depends on."""
+        return [self.runs[on] for run_id, on in self.edges if run_id == row.run_id and on in self.runs]
+
+    def ended_badly(self, row: Row) -> bool:
+        return row.status in m.TERMINAL and row.status != "completed"
+
+    def node(self, row: Row) -> bool:
+        """A child that no step of its own started is a node of a graph."""
+        starts = {r.step_id for r in self.journals.get(row.parent_run_id or "", ()) if r.kind == "start"}
+        return row.parent_run_id is not None and "@" not in row.parent_step_id and row.parent_step_id not in starts
+
+    def failed_node(self, row: Row, graph: str) -> bool:
+        return row.parent_run_id == graph and self.node(row) and self.ended_badly(row) and row.error_kind != "upstream"
+
+    def lost_nodes(self, row: Row) -> list[str]:
+        """Ends of nodes that the error carries and that nobody could tell again."""
+        journal = self.journals[row.run_id]
+        starts = {r.step_id for r in journal if r.kind == "start"}
+        ends = [r.step_id.removesuffix(":end") for r in journal if r.kind == "child" and r.position in self.blamed(row)]
+        return [start for start in ends if start not in starts and self.child(row, start) is None]
+
+    def nodes_come_back(self, row: Row) -> None:
         back = [row]
         for node in back:  # it grows while it is read
             for other in self.runs.values():
                 upstream = (other.status, other.attempts, other.error_kind) == ("cancelled", 0, "upstream")
                 if not upstream or (other.run_id, node.run_id) not in self.edges:
                     continue
-                front = [self.runs[on] for run_id, on in self.edges if run_id == other.run_id and on in self.runs]
+                if other.parent_run_id != row.parent_run_id:
+                    continue
+                front = self.front(other)
                 if all(one in back or one.status not in m.TERMINAL or one.status == "completed" for one in front):
                     self.revive(other, 0)
                     other.status, other.wake_after = "suspended", sum(one.status != "completed" for one in front)
                     back.append(other)
         graph = self.runs.get(row.parent_run_id or "")
-        if graph is None or graph.status in ("completed", "running"):
+        if graph is None or not self.node(row) or graph.status in ("completed", "running"):
             return
         ends = {f"{node.parent_step_id}:end" for node in back}
         forgotten: set[Any] = {record.position for record in self.journals[graph.run_id] if record.step_id in ends}
-        self.take_out(graph, forgotten, keep_children=True)
+        self.take_out(graph, forgotten | self.blamed(graph), keep_children=True)
         if graph.status in m.TERMINAL:
             self.revive(graph, 0)
-
-    def node(self, run_id: str) -> bool:
-        return any(run_id in edge for edge in self.edges)
 
     def revive(self, row: Row, extra: int) -> None:
         self.ready(row)

@@ -279,3 +279,44 @@ async def per_tenant(client: durable.Client) -> None:
     await acme.start(trial, "ann@acme.test")
     async for run in acme.runs(status="failed"):
         print(run.tenant, run.id)
+
+
+# graphs
+
+
+@durable.function
+async def lines(ctx: durable.Context, order: Order) -> list[str]:
+    return [order.id]
+
+
+@durable.function
+async def invoice(ctx: durable.Context, texts: list[str], receipt: Receipt) -> str:
+    return texts[0] + receipt.id
+
+
+order_graph = durable.Graph("order")
+priced = order_graph.node("lines", lines)
+assert_type(priced, durable.Node[list[str]])
+order_graph.node("paid", pay.using(queue="money", priority=5, retry=durable.Retry(5)), after=[priced])
+order_graph.node("invoice", invoice, inputs=["lines", "paid"], after=("lines",))
+
+
+async def order_all(client: durable.Client, order: Order) -> None:
+    run = await client.start(order_graph.function.using(idempotency_key=order.id), order)
+    assert_type(run, durable.Run[dict[str, Any]])
+    assert_type(await run.result(), dict[str, Any])
+    nodes = await run.children()
+    assert_type(nodes, dict[str, durable.Run[Any]])
+    await nodes["paid"].retry()
+
+
+def order_blocking(client: durable.SyncClient, order: Order) -> None:
+    run = client.start(order_graph.function, order)
+    assert_type(run.result(), dict[str, Any])
+    assert_type(run.children(), dict[str, durable.SyncRun[Any]])
+
+
+@durable.function
+async def orders(ctx: durable.Context, order: Order) -> str:
+    results = await ctx.run(order_graph.function, order)
+    return str(results["invoice"])

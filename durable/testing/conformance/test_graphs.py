@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from durable.errors import Conflict, NotFound
-from durable.model import ALL, Cancelled, Claimed, Completed, Dependency, Failed, Outcome, Status, TimedOut
+from durable.model import ALL, Cancelled, Claimed, Completed, Dependency, Failed, Outcome, RecordKind, Status, TimedOut
 from durable.settings import MINUTE, SECOND
 
 from .scenario import ACME, BETA, Scene, failure, new_run, rule
@@ -183,3 +185,120 @@ async def test_the_nets_leave_an_unreleased_node_alone(scene: Scene) -> None:
     await scene.promote()
     await scene.mend()
     assert (await scene.get(ids["b"])).status == Status.SUSPENDED
+
+
+@rule(77, 50)
+async def test_a_retry_of_the_graph_retries_the_nodes_that_failed_in_the_same_write(scene: Scene) -> None:
+    held, ids = await landed_graph(scene, {"a": "", "b": "", "c": "ab", "d": ""}, fail="ab")
+    await scene.store.retry(held.run.run_id, scope=ALL, attempts=held.lease.attempts, extra_attempts=2)
+    statuses = {name: (await scene.get(run_id)).status for name, run_id in ids.items()}
+    assert statuses == {"a": "pending", "b": "pending", "c": "suspended", "d": "completed"}
+    assert [(await scene.get(ids[name])).max_attempts for name in "abcd"] == [3, 3, 1, 1]
+    graph = await scene.get(held.run.run_id)
+    assert (graph.status, graph.max_attempts) == (Status.PENDING, 1)
+    assert await scene.steps(graph.run_id) == ["graph:g", "d:end"]
+    assert list(await scene.store.audit(scope=ALL)) == []
+    for name in "abc":
+        await scene.complete(await scene.take_exactly(ids[name]))
+    again = await scene.take_again(graph.run_id)
+    assert {end.step_id for end in (await scene.inbox(again)).children} == {"a", "b", "c"}
+
+
+@rule(77, 50)
+async def test_a_retry_of_a_node_without_edges_brings_its_graph_back(scene: Scene) -> None:
+    held, ids = await landed_graph(scene, {"a": "", "b": ""}, fail="a")
+    await scene.store.retry(ids["a"], scope=ALL, attempts=1)
+    assert (await scene.get(held.run.run_id)).status == Status.PENDING
+    assert await scene.steps(held.run.run_id) == ["graph:g", "b:end"]
+
+
+@rule(50, 77)
+async def test_a_retry_of_a_child_that_others_depend_on_leaves_its_parent_alone(scene: Scene) -> None:
+    family = await scene.with_children(1)
+    child = family.children[0]
+    behind = await scene.start(depends_on=(Dependency(run_id=child),))
+    await scene.fail(await scene.take_again(child))
+    await scene.fail(family.parent)
+    await scene.store.retry(child, scope=ALL, attempts=1)
+    assert (await scene.get(family.parent.run.run_id)).status == Status.FAILED
+    assert (await scene.get(behind.run_id)).status == Status.CANCELLED
+
+
+@rule(77, 50)
+async def test_a_node_that_was_never_released_waits_again_when_it_is_retried(scene: Scene) -> None:
+    ids = await graph(scene, {"a": "", "b": "a"})
+    assert await scene.cancel(ids["b"])
+    await scene.store.retry(ids["b"], scope=ALL, attempts=0)
+    node = await scene.get(ids["b"])
+    assert (node.status, node.wake_after) == (Status.SUSPENDED, 1)
+    await scene.complete(await scene.take_again(ids["a"]))
+    await scene.complete(await scene.take_again(ids["b"]))
+
+
+@rule(77, 50)
+async def test_a_node_behind_a_failed_one_is_not_retried_without_it(scene: Scene) -> None:
+    ids = await graph(scene, {"a": "", "b": "a"})
+    await scene.fail(await scene.take_again(ids["a"]))
+    with pytest.raises(Conflict):
+        await scene.store.retry(ids["b"], scope=ALL, attempts=0)
+    assert (await scene.get(ids["b"])).status == Status.CANCELLED
+
+
+@rule(77, 50)
+async def test_a_cancelled_graph_goes_on_when_it_is_retried(scene: Scene) -> None:
+    held = await scene.take()
+    ids = await start_nodes(scene, held, {"a": "", "b": "a"})
+    assert await scene.cancel(held.run.run_id)
+    await scene.append(held, ":cancel", kind=RecordKind.CANCEL)
+    await scene.settle(held, Cancelled(failure=failure(kind="cancelled")))
+    await scene.mend()
+    assert {(await scene.get(run_id)).status for run_id in ids.values()} == {Status.CANCELLED}
+    await scene.store.retry(held.run.run_id, scope=ALL, attempts=held.lease.attempts)
+    assert await scene.steps(held.run.run_id) == ["graph:g"]
+    assert [(await scene.get(ids[name])).status for name in "ab"] == [Status.PENDING, Status.SUSPENDED]
+
+
+@rule(77, 50, 60)
+async def test_a_graph_whose_failed_node_was_purged_is_not_retried(scene: Scene) -> None:
+    held, ids = await landed_graph(scene, {"a": "", "b": ""}, fail="a", keep=0)
+    await scene.later(SECOND)
+    await scene.store.purge(scope=ALL, limit=10)
+    assert await scene.gone(ids["a"])
+    with pytest.raises(Conflict):
+        await scene.store.retry(held.run.run_id, scope=ALL, attempts=held.lease.attempts)
+
+
+async def start_nodes(scene: Scene, held: Claimed, edges: dict[str, str], **changes: Any) -> dict[str, str]:
+    """As the engine does: all nodes are written with one record of the graph. Returns name → run id."""
+    ids = {name: new_run().run_id for name in edges}
+    nodes = tuple(
+        new_run(
+            run_id=ids[name],
+            depends_on=tuple(Dependency(run_id=ids[other], position=n) for n, other in enumerate(edges[name])),
+            **{**scene.child_of(held, name), **changes},
+        )
+        for name in edges
+    )
+    assert (await scene.append(held, "graph:g", kind=RecordKind.START, children=nodes)).state == "appended"
+    return ids
+
+
+async def landed_graph(
+    scene: Scene, edges: dict[str, str], *, fail: str, **changes: Any
+) -> tuple[Claimed, dict[str, str]]:
+    """A graph that landed failed, because the nodes `fail` did; the others completed or were never run."""
+    held = await scene.take()
+    ids = await start_nodes(scene, held, edges, **changes)
+    for name in edges:
+        if (await scene.get(ids[name])).status == Status.PENDING:
+            node = await scene.take_exactly(ids[name])
+            await (scene.fail(node) if name in fail else scene.complete(node))
+    blamed: list[int] = []
+    for end in (await scene.inbox(held)).children:
+        answer = await scene.append(held, f"{end.step_id}:end", kind=RecordKind.CHILD, seen=0)
+        if end.step_id in fail:
+            assert answer.record is not None
+            assert answer.record.position is not None
+            blamed.append(answer.record.position)
+    await scene.fail(held, positions=tuple(blamed))
+    return held, ids
