@@ -81,8 +81,8 @@ class Client:
         schema: str | None = None,
         tables: Mapping[str, str] | None = None,
         auto_migrate: bool | None = None,
-        clock: Callable[[], Instant] | None = None,
         encryption_key: Keys | None = None,
+        clock: Callable[[], Instant] | None = None,
     ) -> None:
         config = resolve(
             url,

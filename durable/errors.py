@@ -89,7 +89,6 @@ class PayloadTooLarge(SerializationError):
     default_hint = "store the data elsewhere and pass its address, or raise the setting max_payload"
 
 
-class NonDeterminismError(DurableError):
 class EncryptionError(SerializationError):
     """An encrypted payload that can not be opened: it was changed, or stands at another place than it was made for (semantics 72).
 
@@ -113,6 +112,7 @@ class MissingKey(EncryptionError):
     default_hint = "add the key, behind the one that encrypts: encryption_key= or DURABLE_ENCRYPTION_KEY"
 
 
+class NonDeterminismError(DurableError):
     """The code asks for something else than the journal holds (semantics 25). The journal was not touched."""
 
     code = "non_determinism"

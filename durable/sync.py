@@ -139,6 +139,7 @@ class SyncClient:
         schema: str | None = None,
         tables: Mapping[str, str] | None = None,
         auto_migrate: bool | None = None,
+        encryption_key: Keys | None = None,
     ) -> None:
         self._client = Client(
             url,
@@ -150,7 +151,6 @@ class SyncClient:
         )
         self._portal = Portal("durable-sync-client")
         self._owner = True
-        encryption_key: Keys | None = None,
 
     def __enter__(self) -> Self:
         self._portal.start()

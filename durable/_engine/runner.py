@@ -19,12 +19,10 @@ from ..errors import LeaseLost, NotFound, StoreUnavailable
 from ..events import BodyAbandoned, CodeChanged, EngineFault, Events, LeaseLapsed, RunMismatched, RunRested, RunSettled
 from ..function import Function
 from ..graph import results_wanted, with_results
-from ..graph import results_wanted, with_results
 from ..model import (
     Claimed,
     Completed,
     ErrorKind,
-    Failed,
     Failed,
     HandedBack,
     Inbox,
@@ -48,9 +46,6 @@ from .slots import Slots, Threads
 
 TEARDOWN_LIMIT: Micros = 10 * SECOND
 """How long a body that is put aside may take to die before it is left to itself."""
-
-ASK_AGAIN = 0.2
-"""Seconds until a store that gave no answer is asked again."""
 
 ASK_AGAIN = 0.2
 """Seconds until a store that gave no answer is asked again."""
@@ -156,13 +151,6 @@ class Running:
         claimed, inbox = self.claimed, None
         if self.host.events.wanted and claimed.history and claimed.run.fingerprint != self.function.fingerprint:
             self.host.events.emit(CodeChanged(run_id=claimed.run.run_id, name=claimed.run.name))
-        try:
-            if wanted := results_wanted(claimed.run):
-                claimed = dataclasses.replace(claimed, run=with_results(claimed.run, await self._read(wanted)))
-        except NotFound as error:
-            lost = Failed(failure=failure_of(error, ErrorKind.PAYLOAD))
-            self._report(lost, await self._settle(lost))
-            return
         try:
             if wanted := results_wanted(claimed.run):
                 claimed = dataclasses.replace(claimed, run=with_results(claimed.run, await self._read(wanted)))
@@ -366,16 +354,6 @@ class Running:
             self.hold.lose("fenced out at a transaction")
             raise LeaseLost(f"run {self.hold.lease.run_id}: another worker holds it now; the transaction left nothing")
         return answer.record
-
-    async def _read(self, run_ids: Sequence[str]) -> Sequence[RunRecord | None]:
-        """Other runs of its tenant. Asks again, while the lease lasts, where the store gives no answer."""
-        while True:
-            try:
-                return await self.host.store.get(run_ids, scope=self.claimed.run.tenant)
-            except StoreUnavailable:
-                if not self.hold.valid():
-                    raise
-                await asyncio.sleep(ASK_AGAIN)
 
     async def _read(self, run_ids: Sequence[str]) -> Sequence[RunRecord | None]:
         """Other runs of its tenant. Asks again, while the lease lasts, where the store gives no answer."""

@@ -68,7 +68,9 @@ async def _one(client: durable.Client, registry: durable.Registry, handle: durab
         )
     if wanted := results_wanted(record):
         if not record.attempts:
-            return Rehearsed(record, 0, None)  # a node that was never run: it has no journal, and may have no arguments yet
+            return Rehearsed(
+                record, 0, None
+            )  # a node that was never run: it has no journal, and may have no arguments yet
         try:
             record = with_results(record, await client.store.get(wanted, scope=client.scope))
         except durable.NotFound as error:
