@@ -1,5 +1,5 @@
-"""The command line: `durable demo | worker | start | runs | queues | tenants | approvals | explain | replay | doctor | migrate | schema |
-purge | audit`.
+"""The command line: `durable demo | worker | start | runs | queues | tenants | approvals | signal | explain | replay | doctor | migrate |
+schema | purge | audit`.
 
 Reads and acts through the client only. The URL comes from `--url`, the environment (DURABLE_URL), `durable.toml` or
 `[tool.durable]` in pyproject.toml, in this order. Tables on a terminal, one line of JSON per thing otherwise (or with `--json`).
@@ -22,6 +22,7 @@ from . import (
     queue_commands,
     replay_command,
     run_commands,
+    signal_command,
     store_commands,
     tenant_commands,
     work_commands,
@@ -43,6 +44,7 @@ app.add_typer(run_commands.app, name="runs", help="List, show, cancel and retry 
 app.add_typer(approval_commands.app, name="approvals", help="What runs wait to have approved.")
 app.add_typer(queue_commands.app, name="queues", help="Look at queues, pause them, limit them.")
 app.add_typer(tenant_commands.app, name="tenants", help="Count, pause, export and erase tenants.")
+app.command("signal")(signal_command.signal)
 app.command("explain")(run_commands.explain)
 app.command("replay")(replay_command.replay)
 app.command("doctor")(doctor.doctor)

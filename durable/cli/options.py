@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -62,6 +63,14 @@ def tenant_named(text: str) -> UUID:
         return UUID(text)
     except ValueError:
         return durable.tenant_id(text)
+
+
+def value_of(text: str) -> Any:
+    """The value of an argument: JSON, or the text itself where that is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def load(target: str) -> Any:

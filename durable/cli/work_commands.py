@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-import json as jsonlib
+import sys
 from typing import Annotated, Any, TypeGuard
 
 import typer
 
 import durable
 
-from .options import AsJson, Tenant, Url, load, with_client
+from ..config import redacted, resolve
+from ..events import Event, WorkerStarted
+from .options import AsJson, Tenant, Url, load, value_of, with_client
 from .output import Output
 from .run_commands import run_row
 
@@ -21,6 +23,19 @@ def pace_the_collector() -> None:
     Measured: a tenth more runs per second. An application that holds a worker decides this for itself.
     """
     gc.set_threshold(max(10_000, gc.get_threshold()[0]), 10, 10)
+
+
+def say_what_is_served(client: durable.Client, url: str | None) -> None:
+    """One line on stderr as soon as the worker is registered and claims."""
+
+    def say(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            detach()
+            queues, functions = ", ".join(event.queues), ", ".join(event.functions) or "none, so it claims nothing"
+            store = redacted(resolve(url).url)
+            print(f"durable worker: queues {queues}; functions {functions}; store {store}", file=sys.stderr, flush=True)
+
+    detach = client.events.attach(say)
 
 
 def _queues(specs: list[str]) -> dict[str, int | None]:
@@ -66,6 +81,7 @@ def worker(
     pace_the_collector()
 
     async def work(client: durable.Client) -> None:
+        say_what_is_served(client, url)
         await durable.Worker(
             client,
             queues=_queues(queue or ["default"]),
@@ -77,13 +93,6 @@ def worker(
         ).run()
 
     with_client(url, work, tenant=tenant)
-
-
-def _argument(text: str) -> Any:
-    try:
-        return jsonlib.loads(text)
-    except ValueError:
-        return text
 
 
 def _is_function(one: object) -> TypeGuard[durable.Function[..., Any]]:
@@ -118,7 +127,7 @@ def start(
     output = Output(json_wanted=json)
 
     async def work(client: durable.Client) -> None:
-        given = tuple(map(_argument, arguments or ()))
+        given = tuple(map(value_of, arguments or ()))
         try:
             run: durable.Run[Any] = await client.start(chosen, *given)
         except (TypeError, durable.SerializationError) as error:  # they do not fit the signature, or its types

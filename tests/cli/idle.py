@@ -1,0 +1,5 @@
+"""An application that declares no function."""
+
+import durable
+
+nothing = durable.Registry("nothing")
