@@ -90,11 +90,11 @@ async def sweep(work: Work, scope: Scope, limit: int, max_reclaims: int) -> Swep
 # -- the nets -----------------------------------------------------------------------------------------------------------------
 
 
-async def mend(work: Work, scope: Scope, limit: int) -> int:
+async def mend(work: Work, scope: Scope, limit: int, waiting_in_vain: Sequence[str]) -> int:
     """What a lost step of the ordinary way would leave behind, at most `limit` of each kind; how many were mended."""
     return (
         await _cancel_children(work, scope, limit)
-        + await _wake_parents(work, scope, limit)
+        + await _wake_parents(work, waiting_in_vain)
         + await flow.free(work, scope, limit)
     )
 
@@ -122,9 +122,14 @@ async def _cancel_children(work: Work, scope: Scope, limit: int) -> int:
     return asked
 
 
-async def _wake_parents(work: Work, scope: Scope, limit: int) -> int:
-    """The ends that a run waits for can not come any more: fewer of its children live than it counts on (31)."""
-    where = {"wake_after": {"$gt": 0}, "status": "suspended", "attempts": {"$gt": 0}, **of_scope(scope)}
+_COUNTED = {"status": IS_LIVE, "parent_step_id": {"$not": {"$regex": "@"}}}
+"""The children whose end a parent counts: live, and not parted from the step that started them."""
+_WAITING = {"wake_after": {"$gt": 0}, "status": "suspended", "attempts": {"$gt": 0}}
+
+
+async def waiting_in_vain(work: Work, scope: Scope, limit: int) -> list[str]:
+    """Runs that wait for more ends than can still come: fewer of their children live than they count on (31). Outside a transaction: a
+    sharded collection is not joined in one before MongoDB 8, and `mend` counts again."""
     live: Document = {
         "from": work.name_of("durable_run"),
         "let": {"parent": "$_id", "tenant": "$tenant_id"},
@@ -133,8 +138,7 @@ async def _wake_parents(work: Work, scope: Scope, limit: int) -> int:
                 "$match": {
                     "$expr": {"$and": [{"$eq": ["$tenant_id", "$$tenant"]}, {"$eq": ["$parent_run_id", "$$parent"]}]},
                     "parent_run_id": {"$gt": ""},
-                    "status": IS_LIVE,
-                    "parent_step_id": {"$not": {"$regex": "@"}},
+                    **_COUNTED,
                 }
             },
             {"$count": "count"},
@@ -142,22 +146,32 @@ async def _wake_parents(work: Work, scope: Scope, limit: int) -> int:
         "as": "live",
     }
     stages: Sequence[Document] = [
-        {"$match": where},
+        {"$match": {**_WAITING, **of_scope(scope)}},
         {"$lookup": live},
         {"$match": {"$expr": {"$gt": ["$wake_after", {"$ifNull": [{"$first": "$live.count"}, 0]}]}}},
         {"$sort": {"submitted": 1}},
         {"$limit": limit},
-        {"$project": {"queue": 1}},
+        {"$project": {"_id": 1}},
     ]
-    rows = await work.aggregate("durable_run", stages)
-    for row in rows:
+    return [row["_id"] for row in await work.aggregate("durable_run", stages)]
+
+
+async def _wake_parents(work: Work, run_ids: Sequence[str]) -> int:
+    """Wake those that still wait in vain."""
+    woken = 0
+    where = {"_id": {"$in": list(run_ids)}, **_WAITING}
+    for row in await work.find("durable_run", where, fields=("queue", "tenant_id", "wake_after")) if run_ids else ():
+        children = {"tenant_id": row["tenant_id"], "parent_run_id": row["_id"], **_COUNTED}
+        if await work.count("durable_run", children) >= row["wake_after"]:
+            continue
         put = {"status": "pending", "updated_at": stored(work.now)}
         stages = change(
             put=put, compute={"wake_seq": plus("wake_seq", 1)}, drop=("available_at", "wake_after", "waiting_for")
         )
         await work.change_one("durable_run", {"_id": row["_id"], "status": "suspended"}, stages)
         work.announce(f"queue:{row['queue']}")
-    return len(rows)
+        woken += 1
+    return woken
 
 
 # -- the registry -------------------------------------------------------------------------------------------------------------
@@ -206,4 +220,4 @@ async def workers(work: Work, scope: Scope) -> list[WorkerRecord]:
     ]
 
 
-__all__ = ["mend", "promote", "register", "sweep", "unregister", "workers"]
+__all__ = ["mend", "promote", "register", "sweep", "unregister", "waiting_in_vain", "workers"]

@@ -17,6 +17,7 @@ from durable.storekit import RECORD_ROOM
 from durable.testing.conformance.scenario import ACME, Scene, new_run, schedule
 from durable_mongo import faults
 from durable_mongo.opening import LARGEST_PAYLOAD
+from durable_mongo.operation import Work
 
 
 @pytest.mark.parametrize("odd", [1, 499, 500, 999])
@@ -163,6 +164,29 @@ async def test_every_unique_index_begins_with_the_tenant(room: Room) -> None:
         for index in room.db[name].list_indexes():
             if index.get("unique"):
                 assert next(iter(index["key"])) == "tenant_id", (name, index["name"])
+
+
+async def test_no_transaction_joins_a_collection_with_itself(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sharded collection is not joined in a transaction before MongoDB 8 (3904800): chores would stop there."""
+    pipelines: list[tuple[bool, bool]] = []
+    plain = Work.aggregate
+
+    async def noted(self: Work, table: str, pipeline: Any) -> Any:
+        pipelines.append((self._session is not None, any("$lookup" in stage for stage in pipeline)))
+        return await plain(self, table, pipeline)
+
+    monkeypatch.setattr(Work, "aggregate", noted)
+    family = await scene.with_children(2)
+    for child in family.children:
+        await scene.complete(await scene.take_again(child))
+    await scene.store.purge(scope=ALL, limit=10, older_than=-SECOND)
+    await scene.store.mend(scope=ALL, limit=10)
+    await scene.store.promote(scope=ALL, limit=10)
+    await scene.store.sweep(scope=ALL, limit=10, max_reclaims=5)
+    await scene.store.stats(scope=ALL)
+    await scene.store.explain(family.parent.run.run_id, scope=ALL)
+    assert (False, True) in pipelines
+    assert (True, True) not in pipelines
 
 
 async def test_documents_carry_their_tenant(scene: Scene, room: Room) -> None:

@@ -14,7 +14,6 @@ from durable.errors import Conflict, NotFound
 from durable.model import ALL, Dependency
 from durable.settings import SECOND
 from durable.testing.conformance.scenario import Scene, new_run
-from durable_mongo import purge
 from durable_mongo.operation import Work
 
 T = TypeVar("T")
@@ -177,9 +176,13 @@ async def test_a_retry_before_any_command_of_a_purge_finds_a_whole_run_or_none(
     assert list(await scene.store.audit(scope=ALL)) == []
 
 
-async def test_a_buried_run_is_gone_for_everybody_and_its_key_and_id_are_free(scene: Scene, room: Room) -> None:
+async def test_a_buried_run_is_gone_for_everybody_and_its_key_and_id_are_free(
+    scene: Scene, interrupt: Interrupt
+) -> None:
     (run_id,) = await ended_runs(scene, 1)
-    await scene.store._database.write(lambda work: purge.bury(work, ALL, 10, None))  # type: ignore[attr-defined]
+    interrupt(1, killed)
+    with pytest.raises(Killed):
+        await scene.store.purge(scope=ALL, limit=10)
     assert await scene.gone(run_id)
     assert run_id not in [run.run_id for run in await scene.runs()]
     for call in (
