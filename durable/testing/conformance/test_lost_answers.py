@@ -5,6 +5,9 @@ Applied, answer lost, repeated: the repetition makes no second effect. Not appli
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -31,10 +34,11 @@ from durable.model import (
     WorkerRecord,
     new_run_id,
 )
+from durable.protocol import Mailbox, RunStore, Scheduler, StepJournal, Upkeep
 from durable.settings import DAY, HOUR, MINUTE, SECOND
 
 from .harness import FaultyStore
-from .scenario import FAMILY, LEASE, Scene, failure, new_run, rule, schedule
+from .scenario import ACME, FAMILY, LEASE, Scene, failure, new_run, rule, schedule
 
 Call = Callable[[Any], Awaitable[Any]]
 Prepare = Callable[[Scene], Awaitable[Call]]
@@ -371,6 +375,29 @@ async def _unregister(scene: Scene) -> Call:
 async def _set_queue(scene: Scene) -> Call:
     queue = QueueRecord(scope_name="queue:default", max_concurrency=3)
     return lambda store: store.set_queue(queue)
+
+
+@write("erase")
+async def _erase(scene: Scene) -> Call:
+    held = await scene.take(tenant=ACME, idempotency_key="i")
+    await scene.append(held, "a")
+    await scene.complete(held)
+    await scene.store.put_schedule(schedule(), scope=ACME)
+    return lambda store: store.erase(ACME, limit=100)
+
+
+READS = {
+    "get", "find", "count", "children", "pulse", "history", "schedules", "due_schedules", "signals", "inbox", "stats", "workers", "queues",
+    "tenants", "explain", "audit",
+}  # fmt: skip
+
+
+def test_every_method_of_the_protocol_that_writes_is_among_them() -> None:
+    """A method that is added must be named here, as a write or as a read. `transaction` has a test of its own below."""
+    protocols = (RunStore, StepJournal, Scheduler, Mailbox, Upkeep)
+    methods = {name for protocol in protocols for name in vars(protocol) if not name.startswith("_")}
+    called = set(re.findall(r"lambda store: store\.(\w+)\(", inspect.getsource(sys.modules[__name__])))
+    assert called == methods - READS - {"transaction"}
 
 
 every_write = pytest.mark.parametrize("prepare", WRITES.values(), ids=[name.replace(" ", "_") for name in WRITES])
