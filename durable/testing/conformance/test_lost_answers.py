@@ -392,6 +392,7 @@ READS = {
 }  # fmt: skip
 
 
+@rule(42)
 def test_every_method_of_the_protocol_that_writes_is_among_them() -> None:
     """A method that is added must be named here, as a write or as a read. `transaction` has a test of its own below."""
     protocols = (RunStore, StepJournal, Scheduler, Mailbox, Upkeep)
