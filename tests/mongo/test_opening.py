@@ -181,14 +181,31 @@ def lost_sockets() -> Iterator[None]:
         gc.collect()
 
 
-async def test_a_standalone_server_is_refused_in_plain_words(opened: Open) -> None:
+async def test_a_standalone_server_is_refused_in_plain_words_and_they_make_it_a_set_of_one(opened: Open) -> None:
+    """Nothing is written before; what the application has there stays (docs/mongodb.md)."""
     member = standalone()
     try:
+        with member.client() as client:
+            client["x"]["order"].insert_one({"_id": 1})
         with lost_sockets(), pytest.raises(StoreError, match="no replica set") as caught:
             await opened(url=f"mongodb://{member.host}/x", auto_migrate=True)
         assert "--replSet" in caught.value.hint
+        assert "rs.initiate()" in caught.value.hint
+        with member.client() as client:
+            assert client["x"].list_collection_names() == ["order"]
+        member.stop(hard=False)
+        await asyncio.to_thread(member.start)
+        with member.client() as client:
+            members = [{"_id": 0, "host": member.host}]
+            client.admin.command("replSetInitiate", {"_id": member.name, "members": members})
+        store = await opened(url=f"mongodb://{member.host}/x?replicaSet={member.name}", auto_migrate=True)
+        await store.enqueue([new_run()])
+        with member.client() as client:
+            assert client["x"]["order"].count_documents({}) == 1
+        await store.close()
     finally:
-        member.stop()
+        with lost_sockets():
+            member.stop()
 
 
 async def test_a_server_that_is_not_there_is_unavailable(opened: Open) -> None:

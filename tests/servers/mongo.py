@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ import subprocess
 import tempfile
 import time
 import urllib.parse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +76,11 @@ class Database:
 class Member:
     """One mongod: it can be killed and started again."""
 
-    def __init__(self, program: Path, folder: Path, name: str) -> None:
+    def __init__(self, program: Path, folder: Path, name: str, options: Sequence[str] = ()) -> None:
         self.program = program
         self.folder = folder
         self.name = name
+        self.options = options
         self.port = _free_port()
         self.host = f"127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,7 +91,7 @@ class Member:
         where = ("--dbpath", str(self.folder), "--port", str(self.port), "--logpath", str(self.folder / "log"))
         role = ("--replSet", self.name) if replica_set else ()
         self._process = subprocess.Popen(
-            [str(self.program), *where, "--logappend", *role, *OPTIONS],
+            [str(self.program), *where, "--logappend", *role, *OPTIONS, *self.options],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -125,11 +128,12 @@ class Member:
 class ReplicaSet:
     """Members of one set, in one folder."""
 
-    def __init__(self, program: Path, count: int) -> None:
+    def __init__(self, program: Path, count: int, *, guarded: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="durable-mongo-"))
         atexit.register(self.remove)
         self.name = "durable"
-        self.members = [Member(program, self.folder / str(number), self.name) for number in range(count)]
+        options = ("--keyFile", str(self._key())) if guarded else ()
+        self.members = [Member(program, self.folder / str(number), self.name, options) for number in range(count)]
         for member in self.members:
             member.start()
         config = {
@@ -141,6 +145,13 @@ class ReplicaSet:
             client.admin.command("replSetInitiate", config)
         self.url = f"mongodb://{','.join(member.host for member in self.members)}/?replicaSet={self.name}"
         self.primary()
+
+    def _key(self) -> Path:
+        """What the members know each other by; with it, clients have to say who they are."""
+        key = self.folder / "key"
+        key.write_text(secrets.token_hex(64), encoding="ascii")
+        key.chmod(0o400)
+        return key
 
     def primary(self) -> Member:
         """The member that is primary, once there is one."""
@@ -183,9 +194,9 @@ def server() -> Server:
     return _container() or start_set(1)
 
 
-def start_set(count: int) -> Server:
-    """A set of the caller's own; `members.remove()` at the end (and at exit)."""
-    members = ReplicaSet(program(), count)
+def start_set(count: int, *, guarded: bool = False) -> Server:
+    """A set of the caller's own; `members.remove()` at the end (and at exit). Guarded: it has no user yet, and lets nobody else in."""
+    members = ReplicaSet(program(), count, guarded=guarded)
     return Server(members.url, members)
 
 
