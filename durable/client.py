@@ -7,7 +7,6 @@ ids are made here, so that a call whose answer was lost can be repeated and does
 from __future__ import annotations
 
 import dataclasses
-import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -22,7 +21,7 @@ from .events import Events
 from .faces import Queues, Schedules
 from .function import Function, default_registry
 from .graph import node_function
-from .handle import Approval, Run
+from .handle import Approval, Run, awaited_signals
 from .instants import instant
 from .model import (
     ALL,
@@ -393,8 +392,7 @@ class Client:
     async def approvals(self) -> AsyncIterator[Approval]:
         """What suspended runs of this tenant wait to have approved, newest run first."""
         async for run in self.runs(status="suspended", limit=None):
-            waiting = json.loads(run.record.waiting_for or "{}")
-            for name in waiting.get("signals", ()):
+            for name in awaited_signals(run.record):
                 if name.startswith(APPROVAL):
                     yield Approval(what=name.removeprefix(APPROVAL), run=run)
 

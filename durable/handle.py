@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, cast
 from uuid import UUID
 
 from typing_extensions import TypeVar
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from .client import Client
     from .function import Function
     from .signals import Signal
+
+log = logging.getLogger("durable")
 
 R_co = TypeVar("R_co", covariant=True, default=Any)
 A = TypeVar("A")
@@ -247,4 +251,17 @@ def published(history: Sequence[StepRecord]) -> dict[str, Any]:
     return found
 
 
-__all__ = ["Approval", "Progress", "Run"]
+def awaited_signals(run: RunRecord) -> Sequence[str]:
+    """The names of the signals that a suspended run waits for; of a damaged row none, with a warning."""
+    try:
+        waiting: object = json.loads(run.waiting_for or "{}")
+    except ValueError:
+        waiting = None
+    if not isinstance(waiting, dict):
+        log.warning("what run %s waits for can not be read: its stored row is damaged", run.run_id)
+        return ()
+    names: object = cast("dict[str, object]", waiting).get("signals", ())
+    return [str(name) for name in cast("list[object]", names)] if isinstance(names, list) else ()
+
+
+__all__ = ["Approval", "Progress", "Run", "awaited_signals"]

@@ -166,7 +166,11 @@ class RunStore(Protocol):
         ...
 
     async def get(self, run_ids: Sequence[str], *, scope: Scope) -> Sequence[RunRecord | None]:
-        """Runs by id, in order; None for unknown, purged or another tenant's (57)."""
+        """Runs by id, in order; None for unknown, purged or another tenant's (57).
+
+        Whoever looks at runs, here or by `find`, `children` or `pulse`, sees a damaged row as one: its error says so, the fields
+        that can not be read are neutral, an unknown status is shown as failed. It hides no other run (9).
+        """
         ...
 
     async def find(self, query: RunQuery, *, scope: Scope) -> Page:

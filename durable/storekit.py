@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from uuid import UUID
 
 from .errors import ConfigurationError, Conflict, SchemaMismatch
-from .model import ALL, Instant, Names, Scope
+from .model import ALL, ErrorKind, Instant, Names, Page, RunRecord, Scope, Status
 
 RECORD_ROOM = 1 << 20
 """Bytes that a record may have beyond `max_payload`: its envelope, and the data of an error, whose size is not the user's choice. A value
@@ -45,6 +45,58 @@ def maker(kind: type[_Value]) -> Callable[[Sequence[Any]], _Value]:
         return made
 
     return make
+
+
+UNREADABLE: Any = object()
+"""What a backend gives to `shown_run` for a field whose stored value it can not convert."""
+
+_KINDS: Mapping[str, tuple[type, Any]] = {
+    "str": (str, ""),
+    "Json": (str, ""),
+    "int": (int, 0),
+    "Instant": (int, 0),
+    "Micros": (int, 0),
+    "bool": (bool, False),
+    "bytes": (bytes, b""),
+    "UUID": (UUID, None),
+    "Status": (Status, Status.FAILED),
+    "Mapping[str, str]": (Mapping, {}),
+}
+
+
+def _kind_of(annotation: str) -> tuple[tuple[type, ...], Any]:
+    """The classes that a field of this annotation may have, and what is shown for one that is none of them."""
+    base = annotation.removesuffix(" | None")
+    kind, neutral = _KINDS[base]
+    return ((kind,), neutral) if base == annotation else ((kind, type(None)), None)
+
+
+_RUN_FIELDS = tuple((field.name, *_kind_of(str(field.type))) for field in dataclasses.fields(RunRecord))
+_make_run = maker(RunRecord)
+
+
+def shown_run(values: Sequence[Any]) -> RunRecord:
+    """A run for those who look at it, from its fields in their order, whatever its row holds (9).
+
+    One damaged row must not hide the others of its page. So a field that is not what it should be gets a neutral value, the
+    status `failed`, and the error of the run names all of them. A claim does not take such a run: it lands `failed`.
+    """
+    bad = [
+        (place, name, neutral)
+        for place, (value, (name, kinds, neutral)) in enumerate(zip(values, _RUN_FIELDS, strict=True))
+        if not isinstance(value, kinds)
+    ]
+    if not bad:
+        return _make_run(values)
+    shown = list(values)
+    for place, _, neutral in bad:
+        shown[place] = neutral
+    names = ", ".join(name for _, name, _ in bad)
+    return dataclasses.replace(
+        _make_run(shown),
+        error=f"its stored row is damaged: {names} can not be read",
+        error_kind=ErrorKind.PAYLOAD,
+    )
 
 
 # -- tenants and keys ---------------------------------------------------------------------------------------------------
@@ -107,6 +159,15 @@ def cursor_values(cursor: str) -> tuple[Instant, str]:
             hint="pass back the cursor of the page before, or None for the first page",
         )
     return parts[0], parts[1]
+
+
+def page_of(runs: Sequence[RunRecord], *, more: bool) -> Page:
+    """A page of a listing, and the cursor of the next one. A damaged row may have no instant by which the listing could go
+    on: then it does so behind the last sound one, or else with the newest."""
+    if not more:
+        return Page(runs=runs, cursor=None)
+    last = next((run for run in reversed(runs) if run.created_at), None)
+    return Page(runs=runs, cursor=cursor_of(2**63 - 1, "") if last is None else cursor_of(last.created_at, last.run_id))
 
 
 # -- table names --------------------------------------------------------------------------------------------------------
@@ -242,6 +303,7 @@ def pending(applied: Mapping[int, str], wanted: Sequence[Migration]) -> Sequence
 
 __all__ = [
     "TABLES",
+    "UNREADABLE",
     "Migration",
     "Renames",
     "cursor_of",
@@ -249,7 +311,9 @@ __all__ = [
     "given_key",
     "maker",
     "migrations_of",
+    "page_of",
     "pending",
+    "shown_run",
     "statements",
     "stored_key",
     "tenant_of",

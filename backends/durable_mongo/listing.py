@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from bson.datetime_ms import DatetimeMS
 
-from durable.model import ALL, Page, Pulse, RunQuery, RunRecord, Scope, Status
-from durable.storekit import cursor_of, cursor_values, given_key
+from durable.model import ALL, Page, Pulse, RunQuery, RunRecord, Scope
+from durable.storekit import cursor_values, given_key, page_of
 
 from .operation import Document, Work
-from .rows import instant, of_scope, run_record, stored_id, tenant_text, visible
+from .rows import instant, of_scope, run_shown, status_shown, stored_id, tenant_text, visible
 from .times import stored_not_before
 
 PAGE_LIMIT = 1_000
@@ -28,7 +28,7 @@ async def get(work: Work, run_ids: Sequence[str], scope: Scope) -> list[RunRecor
         for row in await work.find("durable_run", {"_id": {"$in": list(run_ids)}})
         if visible(row, scope)
     }
-    return [run_record(rows[run_id]) if run_id in rows else None for run_id in run_ids]
+    return [run_shown(rows[run_id]) if run_id in rows else None for run_id in run_ids]
 
 
 async def find(work: Work, query: RunQuery, scope: Scope) -> Page:
@@ -40,9 +40,7 @@ async def find(work: Work, query: RunQuery, scope: Scope) -> Page:
         at = DatetimeMS(created_at // 1_000)
         conditions.append({"$or": [{"created_at": {"$lt": at}}, {"created_at": at, "_id": {"$lt": run_id}}]})
     rows = await work.find("durable_run", {"$and": conditions}, sort=[("created_at", -1), ("_id", -1)], limit=limit + 1)
-    runs = [run_record(row) for row in rows[:limit]]
-    more = len(rows) > limit
-    return Page(runs=runs, cursor=cursor_of(runs[-1].created_at, runs[-1].run_id) if more else None)
+    return page_of([run_shown(row) for row in rows[:limit]], more=len(rows) > limit)
 
 
 async def count(work: Work, query: RunQuery, scope: Scope) -> int:
@@ -54,7 +52,7 @@ async def children(work: Work, run_id: str, scope: Scope) -> list[RunRecord]:
     """The child runs of a run, in the order of their submission."""
     where = {**await _of_parent(work, run_id, scope), "purging_at": None}
     rows = await work.find("durable_run", where, sort=[("submitted", 1), ("_id", 1)])
-    return [run_record(row) for row in rows]
+    return [run_shown(row) for row in rows]
 
 
 async def pulse(work: Work, run_ids: Sequence[str], scope: Scope) -> list[Pulse | None]:
@@ -66,7 +64,7 @@ async def pulse(work: Work, run_ids: Sequence[str], scope: Scope) -> list[Pulse 
         if run_id not in rows
         else Pulse(
             run_id=run_id,
-            status=Status(rows[run_id]["status"]),
+            status=status_shown(rows[run_id]["status"]),
             attempts=rows[run_id]["attempts"],
             wake_seq=int(rows[run_id]["wake_seq"]),
             updated_at=instant(rows[run_id], "updated_at") or 0,

@@ -6,16 +6,18 @@ Every operation module maps with `run_record` or `step_record` and asks for a sc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
 from durable.model import ALL, Instant, RecordKind, RunRecord, Scope, Status, StepRecord
-from durable.storekit import given_key, maker, stored_key, tenant_of
+from durable.storekit import UNREADABLE, given_key, maker, shown_run, stored_key, tenant_of
 
 from .operation import Document
 from .times import MILLI, instant_of, stored
 
+_FIELDS: Final = tuple((field.name, str(field.type)) for field in dataclasses.fields(RunRecord))
 _make_run: Final = maker(RunRecord)
 _make_step: Final = maker(StepRecord)
 _STATUS: Final = {str(status): status for status in Status}
@@ -81,33 +83,74 @@ def route(name: str, version: str | None, family: str | None) -> str:
 def run_record(row: Document) -> RunRecord:
     """The run of a document. Raises Damaged."""
     try:
-        return _run_record(row)
+        return _make_run(_values(row))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise Damaged(f"the document of run {row.get('_id')!r} can not be read: {error!r}") from error
 
 
-def _run_record(row: Document) -> RunRecord:
+def run_shown(row: Document) -> RunRecord:
+    """The run of a document for those who look at it, whatever the document holds (see `storekit.shown_run`)."""
+    try:
+        return shown_run(_values(row))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return shown_run([_value(row, name, annotation) for name, annotation in _FIELDS])
+
+
+def status_shown(text: object) -> Status:
+    """The status of stored text; one that is none is shown as `failed`, as by `run_shown`."""
+    return _STATUS.get(str(text), Status.FAILED)
+
+
+def _value(row: Document, name: str, annotation: str) -> Any:
+    """One field of a damaged document, or that it can not be read either."""
+    try:
+        match name:
+            case "run_id":
+                return row["_id"]
+            case "status":
+                return _STATUS[row["status"]]
+            case "tenant":
+                return tenant(row["tenant_id"])
+            case "lease_owner":
+                return row.get("claim_token")
+            case "wake_after":
+                return int(row.get(name, 0))
+            case "tags":
+                return {tag["k"]: tag["v"] for tag in row.get("tags") or ()}
+            case "idempotency_key" | "coalesce_key" | "sequence_key" | "schedule_id":
+                return _given(row, name)
+            case _ if annotation.startswith("Instant"):
+                return instant(row, name)
+            case _ if annotation == "int":
+                return int(row[name])
+            case _ if annotation == "bool":
+                return bool(row.get(name))
+            case _:
+                return row.get(name)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return UNREADABLE
+
+
+def _values(row: Document) -> Sequence[Any]:
     get = row.get
     seed, tags = row["seed"], get("tags")
     if not isinstance(row["input"], str) or not isinstance(seed, bytes):
         raise TypeError("input is text and the seed is bytes")
     available_at = instant(row, "available_at")
-    return _make_run(
-        (
-            row["_id"], row["name"], _STATUS[row["status"]], tenant(row["tenant_id"]), row["input"], get("output"), get("error"),
-            get("error_kind"), get("error_detail"), row["queue"], int(row["priority"]), row["attempts"], row["failures"],
-            row["reclaims"], int(row["submitted"]), int(row["created_at"]) * MILLI, int(row["updated_at"]) * MILLI,
-            instant(row, "started_at"), instant(row, "finished_at"),
-            instant(row, "release_at") if available_at is None else available_at, instant(row, "leased_until"), get("claim_token"),
-            instant(row, "deadline_at"), instant(row, "purge_at"), instant(row, "cancel_requested_at"),
-            instant(row, "cancel_refused_at"), _given(row, "idempotency_key"), _given(row, "coalesce_key"),
-            _given(row, "sequence_key"), get("concurrency_key"), get("blocked_on"), get("max_attempts"), get("options"),
-            get("version"), get("fingerprint"), seed, int(row["wake_seq"]), int(get("wake_after", 0)), get("waiting_for"),
-            bool(get("compensating")), get("parent_run_id"), get("parent_step_id"), bool(get("detached")),
-            _given(row, "schedule_id"), instant(row, "scheduled_for"), get("forked_from"), get("replay_family"),
-            instant(row, "mismatch_since"), get("progress"), get("keep"),
-            {tag["k"]: tag["v"] for tag in tags} if tags else {},
-        )
+    return (
+        row["_id"], row["name"], _STATUS[row["status"]], tenant(row["tenant_id"]), row["input"], get("output"), get("error"),
+        get("error_kind"), get("error_detail"), row["queue"], int(row["priority"]), row["attempts"], row["failures"],
+        row["reclaims"], int(row["submitted"]), int(row["created_at"]) * MILLI, int(row["updated_at"]) * MILLI,
+        instant(row, "started_at"), instant(row, "finished_at"),
+        instant(row, "release_at") if available_at is None else available_at, instant(row, "leased_until"), get("claim_token"),
+        instant(row, "deadline_at"), instant(row, "purge_at"), instant(row, "cancel_requested_at"),
+        instant(row, "cancel_refused_at"), _given(row, "idempotency_key"), _given(row, "coalesce_key"),
+        _given(row, "sequence_key"), get("concurrency_key"), get("blocked_on"), get("max_attempts"), get("options"),
+        get("version"), get("fingerprint"), seed, int(row["wake_seq"]), int(get("wake_after", 0)), get("waiting_for"),
+        bool(get("compensating")), get("parent_run_id"), get("parent_step_id"), bool(get("detached")),
+        _given(row, "schedule_id"), instant(row, "scheduled_for"), get("forked_from"), get("replay_family"),
+        instant(row, "mismatch_since"), get("progress"), get("keep"),
+        {tag["k"]: tag["v"] for tag in tags} if tags else {},
     )  # fmt: skip
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from durable.model import ALL, Page, Pulse, RunQuery, RunRecord, Scope, Status
-from durable.storekit import cursor_of, cursor_values, stored_key
+from durable.model import ALL, Page, Pulse, RunQuery, RunRecord, Scope
+from durable.storekit import cursor_values, page_of, stored_key
 
 from .adapting import At
 from .operation import Operation, Work, rows
-from .rows import IN_SCOPE, RUN_COLUMNS, of_scope, run_record
+from .rows import IN_SCOPE, RUN_COLUMNS, of_scope, run_shown, status_shown
 
 PAGE_LIMIT: Final = 1_000
 
@@ -67,7 +67,7 @@ class _Conditions:
 def get(work: Work, run_ids: Sequence[str], scope: Scope) -> Operation[list[RunRecord | None]]:
     """Runs by id, in order; None where the scope sees none."""
     found = yield from rows(BY_ID, *of_scope(scope), list(run_ids))
-    runs = {row[0]: run_record(row) for row in found}
+    runs = {row[0]: run_shown(row) for row in found}
     return [runs.get(run_id) for run_id in run_ids]
 
 
@@ -80,8 +80,7 @@ def find(work: Work, query: RunQuery, scope: Scope) -> Operation[Page]:
         conditions.add(AFTER, At(created_at), run_id)
     statement = f"{FIND}{conditions.text}{NEWEST_FIRST}${len(conditions.values) + 1}"
     found = yield from rows(statement, *conditions.values, limit + 1)
-    runs = [run_record(row) for row in found[:limit]]
-    return Page(runs=runs, cursor=cursor_of(runs[-1].created_at, runs[-1].run_id) if len(found) > limit else None)
+    return page_of([run_shown(row) for row in found[:limit]], more=len(found) > limit)
 
 
 def count(work: Work, query: RunQuery, scope: Scope) -> Operation[int]:
@@ -93,7 +92,7 @@ def count(work: Work, query: RunQuery, scope: Scope) -> Operation[int]:
 
 def children(work: Work, run_id: str, scope: Scope) -> Operation[list[RunRecord]]:
     """The child runs of a run, in the order of their submission."""
-    return [run_record(row) for row in (yield from rows(CHILDREN, *of_scope(scope), run_id))]
+    return [run_shown(row) for row in (yield from rows(CHILDREN, *of_scope(scope), run_id))]
 
 
 def pulse(work: Work, run_ids: Sequence[str], scope: Scope) -> Operation[list[Pulse | None]]:
@@ -101,7 +100,12 @@ def pulse(work: Work, run_ids: Sequence[str], scope: Scope) -> Operation[list[Pu
     found = yield from rows(PULSE, *of_scope(scope), list(run_ids))
     pulses = {
         row[0]: Pulse(
-            run_id=row[0], status=Status(row[1]), attempts=row[2], wake_seq=row[3], updated_at=row[4], progress=row[5]
+            run_id=row[0],
+            status=status_shown(row[1]),
+            attempts=row[2],
+            wake_seq=row[3],
+            updated_at=row[4],
+            progress=row[5],
         )
         for row in found
     }

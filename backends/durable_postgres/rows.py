@@ -7,12 +7,12 @@ forms of `adapting.py`; values are built by position, since a claim of a hundred
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
 from durable.model import ALL, RecordKind, RunRecord, Scope, Status, StepRecord
-from durable.storekit import given_key, maker, stored_key
+from durable.storekit import UNREADABLE, given_key, maker, shown_run, stored_key
 
 COLUMNS: Final = (
     "run_id", "name", "status", "tenant_id", "input", "output", "error", "error_kind", "error_detail", "queue", "priority",
@@ -62,6 +62,29 @@ def run_record(row: Sequence[Any]) -> RunRecord:
     return _make_run(values)
 
 
+_CONVERTED: Final[Mapping[int, Callable[[Any], Any]]] = {
+    2: lambda value: _STATUS[value],
+    **dict.fromkeys((26, 27, 28, 43), lambda value: None if value is None else given_key(value)),
+    50: json.loads,
+}
+
+
+def run_shown(row: Sequence[Any]) -> RunRecord:
+    """The run of such a row for those who look at it, whatever the row holds (see `storekit.shown_run`)."""
+    values = list(row)
+    for place, convert in _CONVERTED.items():
+        try:
+            values[place] = convert(values[place])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            values[place] = UNREADABLE
+    return shown_run(values)
+
+
+def status_shown(text: str) -> Status:
+    """The status of stored text; one that is none is shown as `failed`, as by `run_shown`."""
+    return _STATUS.get(text, Status.FAILED)
+
+
 def step_record(row: Sequence[Any]) -> StepRecord:
     """The record of a row that begins with STEP_COLUMNS."""
     return _make_step((row[0], _KIND[row[1]], *row[2:10]))
@@ -80,6 +103,8 @@ __all__ = [
     "given_key",
     "of_scope",
     "run_record",
+    "run_shown",
+    "status_shown",
     "step_record",
     "stored_key",
 ]

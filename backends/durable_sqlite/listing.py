@@ -11,11 +11,11 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from durable.model import ALL, Instant, Page, Pulse, RunQuery, RunRecord, Scope, Status
-from durable.storekit import cursor_of, cursor_values, given_key, tenant_text
+from durable.model import ALL, Instant, Page, Pulse, RunQuery, RunRecord, Scope
+from durable.storekit import cursor_values, given_key, page_of, tenant_text
 
 from . import scopes
-from .rows import RUN_COLUMNS, of_scope, run_columns, run_record
+from .rows import RUN_COLUMNS, of_scope, rows_shown, run_columns, run_shown, status_shown
 
 PAGE_LIMIT = 1_000
 
@@ -48,8 +48,8 @@ AFTER = "(r.created_at, r.run_id) < (?, ?)"
 
 def get(con: sqlite3.Connection, now: Instant, run_ids: Sequence[str], scope: Scope) -> list[RunRecord | None]:
     """Runs by id, in order; None where the scope sees none."""
-    rows = (con.execute(BY_ID, (run_id, *of_scope(scope))).fetchone() for run_id in run_ids)
-    return [None if row is None else run_record(row) for row in rows]
+    found = [rows_shown(con, BY_ID, (run_id, *of_scope(scope))) for run_id in run_ids]
+    return [run_shown(rows[0]) if rows else None for rows in found]
 
 
 def find(con: sqlite3.Connection, now: Instant, query: RunQuery, scope: Scope) -> Page:
@@ -59,10 +59,8 @@ def find(con: sqlite3.Connection, now: Instant, query: RunQuery, scope: Scope) -
     if query.cursor is not None:
         conditions.append(AFTER)
         values += cursor_values(query.cursor)
-    rows = con.execute(FIND + " AND ".join(conditions) + NEWEST_FIRST, (*values, limit + 1)).fetchall()
-    runs = [run_record(row) for row in rows[:limit]]
-    more = len(rows) > limit
-    return Page(runs=runs, cursor=cursor_of(runs[-1].created_at, runs[-1].run_id) if more else None)
+    rows = rows_shown(con, FIND + " AND ".join(conditions) + NEWEST_FIRST, (*values, limit + 1))
+    return page_of([run_shown(row) for row in rows[:limit]], more=len(rows) > limit)
 
 
 def count(con: sqlite3.Connection, now: Instant, query: RunQuery, scope: Scope) -> int:
@@ -74,7 +72,7 @@ def count(con: sqlite3.Connection, now: Instant, query: RunQuery, scope: Scope) 
 
 def children(con: sqlite3.Connection, now: Instant, run_id: str, scope: Scope) -> list[RunRecord]:
     """The child runs of a run, in the order of their submission."""
-    return [run_record(row) for row in con.execute(CHILDREN, (run_id, *of_scope(scope)))]
+    return [run_shown(row) for row in rows_shown(con, CHILDREN, (run_id, *of_scope(scope)))]
 
 
 def pulse(con: sqlite3.Connection, now: Instant, run_ids: Sequence[str], scope: Scope) -> list[Pulse | None]:
@@ -84,7 +82,12 @@ def pulse(con: sqlite3.Connection, now: Instant, run_ids: Sequence[str], scope: 
         None
         if row is None
         else Pulse(
-            run_id=row[0], status=Status(row[1]), attempts=row[2], wake_seq=row[3], updated_at=row[4], progress=row[5]
+            run_id=row[0],
+            status=status_shown(row[1]),
+            attempts=row[2],
+            wake_seq=row[3],
+            updated_at=row[4],
+            progress=row[5],
         )
         for row in rows
     ]

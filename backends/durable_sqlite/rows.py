@@ -7,11 +7,12 @@ values are built by position, since a claim of a hundred runs builds a hundred o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from durable.model import ALL, RecordKind, RunRecord, Scope, Status, StepRecord
-from durable.storekit import given_key, maker, stored_key, tenant_of, tenant_text
+from durable.storekit import UNREADABLE, given_key, maker, shown_run, stored_key, tenant_of, tenant_text
 
 RUN_COLUMNS: Final = (
     "run_id, name, status, tenant_id, input, output, error, error_kind, error_detail, queue, priority, attempts, failures,"
@@ -61,6 +62,53 @@ def run_record(row: Sequence[Any]) -> RunRecord:
     return _make_run(values)
 
 
+_CONVERTED: Final[Mapping[int, Callable[[Any], Any]]] = {
+    2: lambda value: _STATUS[value],
+    3: tenant_of,
+    **dict.fromkeys((26, 27, 28, 43), lambda value: None if value is None else given_key(value)),
+    39: bool,
+    42: bool,
+    50: json.loads,
+}
+
+
+def run_shown(row: Sequence[Any]) -> RunRecord:
+    """The run of such a row for those who look at it, whatever the row holds (see `storekit.shown_run`)."""
+    values = list(row[:_RUN_WIDTH])
+    for place, convert in _CONVERTED.items():
+        try:
+            values[place] = convert(values[place])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            values[place] = UNREADABLE
+    return shown_run(values)
+
+
+def status_shown(text: object) -> Status:
+    """The status of stored text; one that is none is shown as `failed`, as by `run_shown`."""
+    return _STATUS.get(str(text), Status.FAILED)
+
+
+def rows_shown(con: sqlite3.Connection, statement: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The rows of a query for those who look; text that is not UTF-8 comes as bytes, which no text field takes."""
+    try:
+        return con.execute(statement, values).fetchall()
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", None) is not None:
+            raise  # a fault of SQLite's own; text that can not be decoded has no code
+        con.text_factory = _text_or_bytes
+        try:
+            return con.execute(statement, values).fetchall()
+        finally:
+            con.text_factory = str
+
+
+def _text_or_bytes(stored: bytes) -> str | bytes:
+    try:
+        return stored.decode()
+    except UnicodeDecodeError:
+        return stored
+
+
 def step_record(row: Sequence[Any]) -> StepRecord:
     """The record of a row that begins with STEP_COLUMNS."""
     return _make_step((row[0], _KIND[row[1]], *row[2:10]))
@@ -72,8 +120,11 @@ __all__ = [
     "STEP_ORDER",
     "given_key",
     "of_scope",
+    "rows_shown",
     "run_columns",
     "run_record",
+    "run_shown",
+    "status_shown",
     "step_record",
     "stored_key",
     "tenant_of",
