@@ -1,4 +1,4 @@
-"""No rule of the contract is empty: each has a sentence in a docstring and a test that can fail, or a reason why not yet.
+"""No rule of the contract is empty: each has a sentence in a docstring and a test that can fail.
 
 The rules are those of docs/reference/semantics.md. A docstring of `durable/` or `backends/` names one by its number in brackets,
 `(13)` or `(12, 29a)` or `(73-75)`, or as `semantics 57`. A test names one by `@rule(13)` or in its docstring in the same way; a test
@@ -30,12 +30,6 @@ RULES: Sequence[str] = (
     "29a",
     *(str(number) for number in range(30, 78)),
 )
-
-NOT_YET_STATED: Mapping[str, str] = {}
-"""Rules that no docstring states yet, with the part of the work that will."""
-
-NOT_YET_SHOWN: Mapping[str, str] = {}
-"""Rules that no test shows yet, with the part of the work that will."""
 
 NUMBER = r"\d{1,2}[ab]?"
 NUMBERS = rf"{NUMBER}(?:(?:, | and |–|-| to ){NUMBER})*"
@@ -143,17 +137,11 @@ def test_the_page_has_every_rule_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_is_a_sentence_in_a_docstring(rule: str) -> None:
-    if rule in NOT_YET_STATED:
-        assert not stated()[rule], f"rule {rule} is stated now: take it out of NOT_YET_STATED"
-        return
     assert stated()[rule], f"no docstring of durable/ or backends/ has ({rule}): {published()[rule].strip()}"
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_has_a_test_that_can_fail(rule: str) -> None:
-    if rule in NOT_YET_SHOWN:
-        assert not shown()[rule], f"rule {rule} is shown now: take it out of NOT_YET_SHOWN"
-        return
     assert shown()[rule], f"no test is marked @rule({rule!r}) or names it in its docstring: {published()[rule].strip()}"
 
 
@@ -170,13 +158,8 @@ def test_every_test_of_the_suite_shows_a_rule() -> None:
     assert without == []
 
 
-def test_every_rule_that_waits_for_a_later_part_says_for_which() -> None:
-    for waiting in (NOT_YET_STATED, NOT_YET_SHOWN):
-        assert [rule for rule, reason in waiting.items() if rule not in RULES or not reason] == []
-
-
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or RULES:
         print(f"{wanted}. {' '.join(published()[wanted].split())}")
-        print("   stated:", ", ".join(stated()[wanted]) or NOT_YET_STATED.get(wanted, "nowhere"))
-        print("   shown:", *(f"\n      {test}" for test in shown()[wanted] or [NOT_YET_SHOWN.get(wanted, "nowhere")]))
+        print("   stated:", ", ".join(stated()[wanted]) or "nowhere")
+        print("   shown:", *(f"\n      {test}" for test in shown()[wanted] or ["nowhere"]))
