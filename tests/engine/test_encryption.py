@@ -212,13 +212,19 @@ async def _with_error(client: durable.Client, run_id: str) -> durable.Run[Any] |
 
 async def test_a_reader_without_the_key_gets_a_typed_error_from_the_result(url: str) -> None:
     async with opened(url, OLD) as client, working(client):
-        run = await client.start(echo, "a")
+        run = await client.start(everything, "a")
+        await client.signal(run.id, WORD, "b")
         await run.result(timeout="30s")
+        assert (await run.refresh()).progress == durable.Progress(1, 2, "a-progress")
     async with opened(url) as client:
-        found = await client.get(run.id, echo)
+        found = await client.get(run.id, everything)
         with pytest.raises(durable.MissingKey) as caught:
             await found.result()
         assert "DURABLE_ENCRYPTION_KEY" in caught.value.hint
+        with pytest.raises(durable.MissingKey):
+            assert found.progress
+        with pytest.raises(durable.MissingKey):
+            await found.published()
         assert "missing_key" in found.record.input
 
 

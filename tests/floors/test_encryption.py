@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 import sys
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from durable import codec
+from durable import codec, model
 from durable.codec import KeyRing, encryption, plain
 from durable.codec.encryption import origin_of, origin_of_coalesced, sealed, sealed_size
+from durable.encrypted import EncryptedStore
 from durable.errors import ConfigurationError, EncryptionError, MissingKey, SerializationError
+from durable.protocol import Store
 
 OLD, NEW = bytes(range(32)), bytes(range(32, 64))
 RING = KeyRing([OLD])
@@ -163,3 +166,60 @@ def test_the_origin_of_a_coalesced_input_is_no_id_and_shows_no_key() -> None:
     assert origin_of_coalesced("customer 7").startswith("~")
     assert "customer" not in origin_of_coalesced("customer 7")
     assert origin_of_coalesced("a") != origin_of_coalesced("b")
+
+
+# -- nothing is forgotten -----------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "NewRun.options",
+    "RunRecord.options",
+    "RunRecord.waiting_for",
+    "Suspended.waiting_for",
+    "WorkerRecord.settings",
+}
+"""JSON that stores or operators read: numbers of a policy, and names of what is waited for."""
+ENCRYPTED = {
+    "ChildEnd.error_detail",
+    "ChildEnd.output",
+    "Completed.output",
+    "Failure.detail",
+    "NewRecord.progress",
+    "NewRecord.result",
+    "NewRun.input",
+    "NewSignal.payload",
+    "Pulse.progress",
+    "Renewal.progress",
+    "RunRecord.error_detail",
+    "RunRecord.input",
+    "RunRecord.output",
+    "RunRecord.progress",
+    "Schedule.input",
+    "ScheduleSpec.input",
+    "Signal.payload",
+    "StepRecord.result",
+}
+CARRIES_NO_PAYLOAD = {
+    "audit", "check", "clock", "close", "count", "erase", "mend", "migrate", "notify", "park_schedule", "pause_schedule", "promote",
+    "purge", "queues", "register", "remove_schedule", "schema_status", "set_queue", "stats", "sweep", "tenants", "unregister", "wait",
+    "workers", "capabilities",
+}  # fmt: skip
+
+
+def test_every_json_field_of_the_vocabulary_is_encrypted_or_plain_for_a_reason() -> None:
+    """A new field must be put into one of the two, and with it into `encrypted.py`."""
+    found = {
+        f"{kind.__name__}.{field.name}"
+        for kind in vars(model).values()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        for field in dataclasses.fields(kind)
+        if str(field.type).startswith("Json")
+    }
+    assert found == PLAIN | ENCRYPTED
+
+
+def test_every_method_of_a_store_that_carries_payloads_goes_through_the_encryption() -> None:
+    """What the encrypted store does not name reaches the store within as it is."""
+    methods = {name for name in dir(Store) if not name.startswith("_")}
+    own = {name for name in vars(EncryptedStore) if not name.startswith("_")}
+    assert methods - own - {"settings"} == CARRIES_NO_PAYLOAD
+    assert own - methods == set()

@@ -105,6 +105,32 @@ async def test_one_program_runs_unchanged_whatever_the_url(url: str) -> None:
 
 
 @pytest.mark.timeout(180)
+async def test_payloads_are_encrypted_on_every_store(url: str) -> None:
+    """(72) The same program with a key; who looks without it finds names and states, and not one value."""
+    attempts.clear()
+    options: dict[str, Any] = {"settings": SETTINGS, "auto_migrate": True}
+    async with durable.Client(url, encryption_key=bytes(32), **options) as plain:
+        client = plain.using(tenant=ACME)
+        async with _worker(plain):
+            run = await client.start(program, "annabella")
+            await run.signal(GO, {"n": 7})
+            result = await run.result(timeout="120s")
+        assert (result["loud"], result["told"]) == ("ANNABELLA", {"n": 7})
+        assert "annabella" in (await client.get(run.id)).record.input
+    async with durable.Client(url, **options) as plain:
+        client = plain.using(tenant=ACME)
+        found = await client.get(run.id)
+        assert (found.status, found.function) == ("completed", "program")
+        shown = [found.record.input, found.record.output or ""]
+        shown += [record.result for record in await client.journal(run.id)]
+        assert len(shown) > 10
+        assert ["missing_key" in text for text in shown] == [True] * len(shown)
+        with pytest.raises(durable.MissingKey):
+            await found.result()
+        assert list(await plain.all_tenants().audit()) == []
+
+
+@pytest.mark.timeout(180)
 def test_the_demo_proves_itself_on_every_store(url: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "durable", "demo", "--json", "--url", url],
