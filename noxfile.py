@@ -15,6 +15,9 @@ The next ones run tests of the whole at full length:
 
     fuzz    random programs, killed at every position
     races   conflicting operations in every order, with many trials
+    waits   the five races of runs that wait, 10,000 on each store
+    suspended   100,000 suspended runs beside a worker and a claim, on each store
+    families   a parent of 1,000 children, killed three times, on each store
     chaos   kills at random moments over many runs and several processes
     requirements   the requirements as data on PostgreSQL and MongoDB, with a crash after every record
     kills   kill -9 inside the writes of SQLite
@@ -181,6 +184,29 @@ def statemachine(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """200 SIGKILLs over 1,000 runs and three worker processes on one file."""
     _long(session, "**/test_*chaos*", DURABLE_CHAOS_KILLS="200", DURABLE_CHAOS_RUNS="1000")
+
+
+@nox.session
+def waits(session: nox.Session) -> None:
+    """10,000 races on each store: signal, child and cancel against suspend, cancel against complete, retry against purge."""
+    _long(session, "races/test_races_waits*", DURABLE_WAIT_RACES="10000")
+
+
+@nox.session
+def suspended(session: nox.Session) -> None:
+    """What 100,000 suspended runs cost a worker and a claim: nothing."""
+    _long(session, "plans/test_suspended*", DURABLE_SUSPENDED_RUNS="100000")
+
+
+@nox.session
+def families(session: nox.Session) -> None:
+    """1,000 children of one parent whose worker is killed three times, on the three stores."""
+    _long(
+        session,
+        "crash/test_families",
+        DURABLE_FAMILY_CHILDREN="1000",
+        DURABLE_FAMILY_STORES="sqlite,postgresql,mongodb",
+    )
 
 
 @nox.session

@@ -91,7 +91,10 @@ def _serve(pipe: Connection, url: str, clock: Any, opener: Opener) -> None:
 class Arena:
     """The near store on a loop of its own, the far one behind a pipe."""
 
-    def __init__(self, path: Path, url: str | None = None, opener: Opener = open_sqlite) -> None:
+    def __init__(
+        self, path: Path, url: str | None = None, opener: Opener = open_sqlite, *, head_start: int = 500_000
+    ) -> None:
+        self.head_start = head_start
         self.path, url = path, url or f"sqlite:///{path}"
         context = multiprocessing.get_context("spawn")
         self.clock = context.Value("q", 1_700_000_000 * SECOND)
@@ -118,10 +121,10 @@ class Arena:
         self.loop.close()
 
     def race(self, near: Sequence[Call], far: Sequence[Call]) -> tuple[list[Any], list[Any]]:
-        """Both batches at one instant, each with a head start of at most half a millisecond."""
+        """Both batches at one instant, each with a head start of at most `head_start` nanoseconds."""
         start = time.monotonic_ns() + 300_000
-        self.pipe.send((far, start + self.random.randrange(500_000)))
-        mine = self.do(_make_at(self.near, near, start + self.random.randrange(500_000)))
+        self.pipe.send((far, start + self.random.randrange(self.head_start)))
+        mine = self.do(_make_at(self.near, near, start + self.random.randrange(self.head_start)))
         return mine, self._answer()
 
     def _answer(self) -> Any:
@@ -132,8 +135,9 @@ class Arena:
             raise answer
         return answer
 
-    def trials(self, pair: Pair, count: int = TRIALS) -> None:
-        """Both orders, both at once in one process, and `count` times both at once in two processes."""
+    def trials(self, pair: Pair, count: int = TRIALS, *, audits: bool = True) -> None:
+        """Both orders, both at once in one process, and `count` times both at once in two processes, either of which gets either call.
+        An audit after each; without `audits` one after all of them, of everything that is there."""
         for trial in range(-3, count):
             stage = Stage(self)
             one, two, check = pair(stage)
@@ -146,12 +150,16 @@ class Arena:
             elif trial == -1:
                 first, second = self.do(_make_at(self.near, [one, two], 0))
                 answers = first, second
+            elif trial % 2:
+                others, mine = self.race([two], [one])
+                answers = mine[0], others[0]
             else:
                 mine, others = self.race([one], [two])
                 answers = mine[0], others[0]
             check(*answers)
-            findings = self.do(self.near.audit(scope=stage.tenant))
-            assert not list(findings), f"{findings} after {answers}"
+            if audits or trial == count - 1:
+                findings = self.do(self.near.audit(scope=stage.tenant if audits else m.ALL))
+                assert not list(findings), f"{findings} after {answers}"
 
 
 class Stage:
