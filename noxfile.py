@@ -21,6 +21,7 @@ The next ones run tests of the whole at full length:
     chaos   kills at random moments over many runs and several processes
     requirements   the requirements as data on PostgreSQL and MongoDB, with a crash after every record
     kills   kill -9 inside the writes of SQLite
+    fairness   a single run behind the backlog of another tenant
     encrypted   the whole conformance suite on encrypted payloads
     mongo   MongoDB: fail-overs of three nodes, plans beside many runs, races, the state machine
     statemachine   the whole protocol of the stores against the oracle
@@ -62,6 +63,7 @@ BUDGETS = {  # seconds of test time, added up over the processes; the first patt
     "conformance": ("tests/conformance/*", 120),
     "sqlite": ("tests/sqlite/*", 60),
     "one program and the examples, three stores": ("tests/stores/*", 150),
+    "tenants": ("tests/tenants/*", 150),
     "typing": ("tests/typing/*", 90),
     "engine": ("tests/engine/*", 180),
     "replay": ("tests/replay/*", 120),
@@ -213,6 +215,12 @@ def families(session: nox.Session) -> None:
 def requirements(session: nox.Session) -> None:
     """Every requirement with a crash after every record, on the servers, too."""
     _long(session, "conformance/test_requirements*", DURABLE_REQUIREMENT_CRASHES="1")
+
+
+@nox.session
+def fairness(session: nox.Session) -> None:
+    """A single run behind 100,000 of another tenant, on the three stores."""
+    _long(session, "tenants/test_fairness", DURABLE_FAIR_BACKLOG="100000")
 
 
 @nox.session

@@ -44,10 +44,11 @@ from .model import (
     new_run_id,
 )
 from .opened import Opened
-from .options import checked_key
+from .options import checked_key, given_text
 from .protocol import Store
 from .settings import Duration, Settings, micros
 from .signals import APPROVAL, Signal, approval
+from .steps import checked_name
 from .submission import new_run
 from .tenants import Tenants, tenant_of
 
@@ -285,13 +286,16 @@ class Client:
 
     async def journal(self, run_id: str, /) -> Sequence[StepRecord]:
         """The journal of a run, as it is stored. Raises NotFound."""
+        given_text(run_id, "the id of a run")
         return await self._opened.repeated(lambda: self.store.history(run_id, scope=self._scope))
 
     async def explain(self, run_id: str, /) -> Explanation:
         """Why a run stands where it stands. Raises NotFound."""
+        given_text(run_id, "the id of a run")
         return await self._opened.repeated(lambda: self.store.explain(run_id, scope=self._scope))
 
     async def _record(self, run_id: str) -> RunRecord:
+        given_text(run_id, "the id of a run")
         (record,) = await self._opened.repeated(lambda: self.store.get([run_id], scope=self._scope))
         if record is None:
             raise NotFound(f"there is no run {run_id!r}")
@@ -318,6 +322,8 @@ class Client:
     async def cancel(self, run_id: str, /, *, reason: str = "") -> bool:
         """Ask a run to stop. True: it will end cancelled, or past its pivot refuse and say so. False: it has landed, is
         unknown, or another tenant's (semantics 43)."""
+        given_text(run_id, "the id of a run")
+        given_text(reason, "the reason of a cancel")
         (answer,) = await self._opened.repeated(
             lambda: self.store.request_cancel([run_id], scope=self._scope, reason=reason)
         )
@@ -356,6 +362,9 @@ class Client:
 
     async def fork(self, run_id: str, /, *, from_step: int | str) -> Run[Any]:
         """A new run with the records before `from_step` (a position, or a step id) copied (semantics 51)."""
+        given_text(run_id, "the id of a run")
+        if isinstance(from_step, bool) or not isinstance(from_step, int | str):
+            raise ConfigurationError(f"from_step: {from_step!r} is neither a position nor the id of a step")
         made = new_run_id()
         record = await self._opened.repeated(
             lambda: self.store.fork(run_id, scope=self._scope, new_run_id=made, from_step=from_step)
@@ -367,6 +376,7 @@ class Client:
 
         With the same `id` again it is the same signal. Raises NotFound, or Conflict for a run that has landed.
         """
+        given_text(run_id, "the id of a run")
         if id is not None:
             checked_key(id, "the id of a signal")
         new = NewSignal(
@@ -398,7 +408,7 @@ class Client:
 
     async def wake(self, queue: str = "default") -> None:
         """Tell workers that a queue may have work: after the caller's own transaction has committed (semantics 41)."""
-        await self.store.notify([f"queue:{queue}"])
+        await self.store.notify([f"queue:{checked_name(queue, 'queue')}"])
 
     # -- the store itself -----------------------------------------------------------------------------------------------------
 
@@ -460,8 +470,14 @@ def _statuses(status: Statuses) -> tuple[Status, ...]:
         raise ConfigurationError(f"status: {error}", hint="one of: " + ", ".join(Status)) from None
 
 
-def _texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+def _texts(value: str | Sequence[str] | None, what: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Iterable):
+        raise ConfigurationError(f"{what}: {value!r} is no text")
+    return tuple(given_text(one, what) for one in value)
 
 
 def _query(
@@ -475,12 +491,12 @@ def _query(
 ) -> RunQuery:
     return RunQuery(
         statuses=_statuses(status),
-        names=_texts(function),
-        queues=_texts(queue),
-        schedule_id=schedule,
+        names=_texts(function, "function"),
+        queues=_texts(queue, "queue"),
+        schedule_id=None if schedule is None else given_text(schedule, "schedule"),
         since=None if since is None else instant(since, what="since"),
         until=None if until is None else instant(until, what="until"),
-        tags=dict(tags or {}),
+        tags={given_text(name, "a tag"): given_text(value, "a tag") for name, value in (tags or {}).items()},
     )
 
 

@@ -18,7 +18,7 @@ from .function import Function, default_registry
 from .handle import Run
 from .instants import instant, moment
 from .model import ALL, Firing, Instant, NewRun, QueueRecord, QueueStats, Schedule, ScheduleSpec
-from .options import checked_key
+from .options import checked_key, given_text
 from .settings import Micros, micros
 from .steps import checked_name
 from .submission import scheduled_run
@@ -62,12 +62,14 @@ class Schedules:
 
     async def remove(self, id: str, /) -> bool:
         """Remove it; its runs stay. False: unknown."""
+        given_text(id, "the id of a schedule")
         return await self._client._opened.repeated(
             lambda: self._client.store.remove_schedule(id, scope=self._client.scope)
         )
 
     async def pause(self, id: str, /) -> bool:
         """Fire nothing until `resume`. False: unknown."""
+        given_text(id, "the id of a schedule")
         return await self._client._opened.repeated(
             lambda: self._client.store.pause_schedule(id, scope=self._client.scope, paused=True)
         )
@@ -141,6 +143,7 @@ class Schedules:
         return self._client._own_tenant("schedules.put")
 
     async def _find(self, id: str) -> Schedule | None:
+        given_text(id, "the id of a schedule")
         found = await self._client._opened.repeated(
             lambda: self._client.store.schedules(scope=self._client.scope, schedule_ids=[id])
         )
@@ -253,6 +256,8 @@ def _named(queue: str) -> str:
 def _rate(rate: str | None) -> tuple[int | None, Micros | None]:
     if rate is None:
         return None, None
+    if not isinstance(rate, str):
+        raise ConfigurationError(f"rate: {rate!r} is no text", hint='a count and a time, such as "100/1m" or "5/s"')
     count, slash, period = rate.partition("/")
     if not slash or not count.strip().isdigit() or int(count) < 1:
         raise ConfigurationError(

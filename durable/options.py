@@ -90,6 +90,14 @@ def checked_text(value: object, what: str, limit: int) -> str:
     return value
 
 
+def given_text(value: object, what: str) -> str:
+    """Text, such as the id of something that may be there or not. Raises ConfigurationError for anything else: what a store would read as
+    a condition must not pass for an id."""
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{what} is text, not {value!r}")
+    return value
+
+
 def checked_key(value: object, what: str) -> str:
     """A key as rule 34 wants it. Raises RegistrationError: empty, over 1,024 characters, NUL, or beginning with `~`."""
     key = checked_text(value, what, LONGEST_KEY)

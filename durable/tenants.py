@@ -67,7 +67,7 @@ class Tenants:
 
     async def export(self, tenant: UUID | str, /) -> AsyncIterator[str]:
         """Everything of a tenant as lines of JSON, streamed: schedules, rows of flow control, then its runs, newest first, each followed
-        by its records and its signals. `kind` says which; instants are ISO 8601 in UTC, durations microseconds.
+        by its records and its signals. `type` says which; instants are ISO 8601 in UTC, durations microseconds.
 
         Pages are read one after the other: what changes meanwhile is in it as it was, or as it is. Raises NotFound.
         """
@@ -141,7 +141,7 @@ class Tenants:
 
 
 def _line(kind: str, value: Any, **more: str) -> str:
-    fields: dict[str, Any] = {"kind": kind, **more}
+    fields: dict[str, Any] = {"type": kind, **more}
     for field in dataclasses.fields(value):
         fields[field.name] = _plain(field.name, getattr(value, field.name))
     return json.dumps(fields, ensure_ascii=False)
