@@ -27,6 +27,7 @@ from .facts import NO_DEFAULT, Facts, plan_for
 from .instants import instant
 from .model import RecordKind
 from .places import caller
+from .results import AWAIT, LOOK, ThreadAwaitCall, answer, begin_wait, look_plan
 from .saga import SyncSaga
 from .settings import SECOND, Duration, micros
 from .signals import Signal, approval
@@ -117,6 +118,29 @@ class SyncContext(Facts):
         call.place = caller(1)
         call.fan = Fan(self._host, call, checked_child(fn, "map"), items, limit, return_exceptions)
         return self._called(call, f"map:{fn.name}")
+
+    @overload
+    def result(self, run_id: str, /) -> Any: ...
+    @overload
+    def result(self, run_id: str, fn: Function[..., R], /) -> R: ...
+    def result(self, run_id: str, fn: Function[..., Any] | None = None, /) -> Any:
+        """As `Context.result`."""
+        self._here("result")
+        plan = look_plan(self._host, run_id, fn)
+        place = caller(1)
+        while True:
+            look = ThreadCall(self._thread)
+            self._step(look, plan, (run_id,), {})
+            look.place = place
+            look.context = contextvars.copy_context()
+            found = self._called(look, LOOK)
+            if found is not None:
+                return answer(self._host, look.step_id, found, fn)
+            waiting = ThreadAwaitCall(self._thread)
+            begin_wait(waiting, self._host, run_id)
+            waiting.place = place
+            waiting.context = contextvars.copy_context()
+            self._called(waiting, AWAIT)
 
     def _end_of(self, function: Any, step_id: str) -> Any:
         """`SyncChildRun.result`."""

@@ -31,6 +31,7 @@ from .facts import NO_DEFAULT, Facts, plan_for
 from .instants import instant
 from .model import RecordKind
 from .places import caller
+from .results import AWAIT, LOOK, AwaitCall, answer, begin_wait, look_plan
 from .saga import Saga
 from .settings import SECOND, Duration, micros
 from .signals import Signal, approval
@@ -173,6 +174,36 @@ class Context(Facts):
         else:
             call.fan.begin(path, shielded=scope.shields > 0)
         return call
+
+    @overload
+    def result(self, run_id: str, /) -> Coroutine[Any, Any, Any]: ...
+    @overload
+    def result(self, run_id: str, fn: Function[..., R], /) -> Coroutine[Any, Any, R]: ...
+    def result(self, run_id: str, fn: Function[..., Any] | None = None, /) -> Any:
+        """Wait for what another run returned: one that this body did not start. It holds no slot meanwhile, and the answer is recorded.
+
+        With `fn` the result has its type, and a run of another function raises Conflict. Raises NotFound for an unknown or another
+        tenant's run (57), RunFailed, RunCancelled, RunTimeout or RunForwardIncomplete as for a child, Misuse for the run itself. It is a
+        branch of the body, so a limit is `asyncio.timeout`.
+        """
+        self._here("result")
+        plan = look_plan(self._host, run_id, fn)
+        place = caller(1)
+
+        async def wait() -> Any:
+            while True:
+                look = Call(loop=self._loop)
+                self._step(look, plan, (run_id,), {})
+                look.place = place
+                found = await self._made(look, LOOK)
+                if found is not None:
+                    return answer(self._host, look.step_id, found, fn)
+                waiting = AwaitCall(loop=self._loop)
+                begin_wait(waiting, self._host, run_id)
+                waiting.place = place
+                await self._made(waiting, AWAIT)
+
+        return self._loop.create_task(wait())
 
     def _called_for_end(self, function: Any) -> Call:
         """`ChildRun.result`: a call that takes no place of its own."""

@@ -38,8 +38,8 @@ def run_error(record: RunRecord) -> DurableError:
     return error
 
 
-def end_envelope(end: ChildEnd) -> Json:
-    """What the journal of the parent keeps: the output as it was stored, or the error with its cause."""
+def end_envelope(end: ChildEnd | RunRecord) -> Json:
+    """What the journal of who waited keeps: the output as it was stored, or the error with its cause."""
     if end.status is Status.COMPLETED:
         return value_envelope("null" if end.output is None else end.output)
     data = _data(end)
@@ -53,7 +53,8 @@ def end_envelope(end: ChildEnd) -> Json:
     detail: dict[str, object] = {"fields": fields}
     if data is not None:
         detail["cause"] = plain.read(data.to_json())
-    message = f"run {end.run_id}, started as {end.step_id}, landed {end.status}: {_reason(end)}"
+    which = f", started as {end.step_id}," if isinstance(end, ChildEnd) else f" of {end.name}"
+    message = f"run {end.run_id}{which} landed {end.status}: {_reason(end)}"
     return error_envelope(
         ErrorData(type_name=f"{cls.__module__}.{cls.__qualname__}", message=message, traceback="", detail=detail)
     )

@@ -10,13 +10,25 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, Self, TypeVar
 
 from .errors import Misuse, WorkerStopped
 
 P = ParamSpec("P")
 T = TypeVar("T")
+ASK_AGAIN = 0.5
+"""Seconds after which a task that was cancelled and goes on is cancelled again."""
+
+
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel until all have ended. Once is not enough: a driver that is in the middle of something may swallow a cancel, and a loop
+    around it would go on for ever."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=ASK_AGAIN)
 
 
 class Portal:

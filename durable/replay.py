@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from .codec import read_envelope
 from .errors import NonDeterminismError
-from .model import Inbox, Instant, Json, NewRecord, StepRecord
+from .model import Inbox, Instant, Json, NewRecord, RunRecord, StepRecord
 from .settings import Micros, Settings
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class Recorder(Protocol):
 
     async def inbox(self) -> Inbox:
         """What came from outside, in one snapshot that starts after the call. Raises LeaseLost, StoreUnavailable."""
+        ...
+
+    async def look(self, run_id: str) -> RunRecord | None:
+        """Another run as it stands; None for an unknown, purged or another tenant's (57). Raises StoreUnavailable."""
         ...
 
     def progress(self, progress: Json) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from .clock import jittered
 from .errors import NotFound, StoreUnavailable, WorkerStopped
 from .model import Pulse, RunRecord, Scope
+from .portal import end_tasks
 from .protocol import Store
 from .settings import SECOND, Micros
 
@@ -57,8 +58,7 @@ class Hub:
         """End the waits: their callers get WorkerStopped."""
         self._closed = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks([self._task])
         for wait in self._waits:
             _fail(wait, WorkerStopped("the client was closed while a run was awaited; the run itself goes on"))
         self._waits.clear()

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from ..clock import boottime, jittered
 from ..events import ChoreDone, ChoreFailed, Events, RunsReclaimed
 from ..model import Instant, Scope
+from ..portal import end_tasks
 from ..protocol import Store
 from ..settings import SECOND, Micros, Settings
 
@@ -125,10 +126,7 @@ class Chores:
 
     async def stop(self) -> None:
         """End the loops; a call under way is left to end in the store."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(self._tasks)
         self._tasks = []
 
     # -- the work -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Protocol
 from ..clock import boottime
 from ..events import ChoreFailed, Events, RenewalFailed
 from ..model import Instant, Json, Lease, Renewal, Renewed
+from ..portal import end_tasks
 from ..protocol import Store
 from ..settings import SECOND, Micros
 
@@ -115,9 +116,7 @@ class Leases:
         try:
             await self._stop.wait()
         finally:
-            for task in loops:
-                task.cancel()
-            await asyncio.wait(loops)
+            await end_tasks(loops)
 
     def stop(self) -> None:
         """End `run`. From any thread."""

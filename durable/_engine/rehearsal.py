@@ -55,6 +55,9 @@ class _ReadOnly:
     async def inbox(self) -> Inbox:
         raise LeaseLost("a rehearsal reads nothing from outside")
 
+    async def look(self, run_id: str) -> RunRecord | None:
+        raise LeaseLost("a rehearsal begins no step")
+
     def progress(self, progress: Json) -> None:
         """Not written."""
 

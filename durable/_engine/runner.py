@@ -378,6 +378,10 @@ class Running:
             self.cancel_asked()
         return found
 
+    async def look(self, run_id: str) -> RunRecord | None:
+        """Another run of its tenant."""
+        return (await self.host.store.get([run_id], scope=self.claimed.run.tenant))[0]
+
     def progress(self, progress: Json) -> None:
         """Kept for the next renewal or append."""
         self.hold.progress = progress

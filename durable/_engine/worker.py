@@ -26,10 +26,11 @@ from ..errors import ConfigurationError, StoreUnavailable
 from ..events import EngineFault, Events, WorkerDraining, WorkerStarted, WorkerStopped
 from ..function import Function, Registry, default_registry
 from ..model import ALL, Inbox, Instant, Lease, Scope, WorkerRecord
-from ..portal import Portal
+from ..portal import Portal, end_tasks
 from ..protocol import Store
 from ..replay import Rest
 from ..settings import SECOND, Duration, Micros, Settings, micros
+from .awaited import awaited
 from .chores import Chores
 from .claiming import Claims
 from .journal import Journal, Lane
@@ -172,6 +173,8 @@ class Worker:
         self._registry = Registry(f"worker {self.worker_id}")
         for function in default_registry if self._given_functions is None else self._given_functions:
             self._registry.add(function)
+        self._own_functions = tuple(sorted({function.name for function in self._registry}))
+        self._registry.add(awaited)
         loop = asyncio.get_running_loop()
         self._crashed: asyncio.Future[None] = loop.create_future()
         self._resting = 0
@@ -240,7 +243,7 @@ class Worker:
             WorkerStarted(
                 worker_id=self.worker_id,
                 queues=tuple(self._queue_limits),
-                functions=tuple(sorted({function.name for function in self._registry})),
+                functions=self._own_functions,
             )
         )
 
@@ -292,9 +295,7 @@ class Worker:
 
     async def _let_go(self) -> None:
         await self._chores.stop()
-        for task in (self._claim_loop, *self._loops):
-            task.cancel()
-        await asyncio.wait([self._claim_loop, *self._loops])
+        await end_tasks([self._claim_loop, *self._loops])
         await self.inboxes.close()
         await self.journal.close()
         self.leases.stop()

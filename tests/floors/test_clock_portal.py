@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from durable import clock
 from durable.errors import Misuse, WorkerStopped
-from durable.portal import Portal
+from durable.portal import Portal, end_tasks
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system has no clock that counts suspend")
@@ -202,3 +202,28 @@ def test_in_a_forked_child_the_portal_is_closed_instead_of_hanging() -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert portal.call(double, 1) == 2
+
+
+async def test_a_task_that_swallows_a_cancel_is_cancelled_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a driver does that is in the middle of something: the loop around it goes on (seen with pymongo, at the stop of a worker)."""
+    monkeypatch.setattr("durable.portal.ASK_AGAIN", 0.01)
+    swallowed: list[str] = []
+
+    async def loop() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                if len(swallowed) == 2:
+                    raise
+                swallowed.append("once more")
+
+    async def ends() -> None:
+        await asyncio.sleep(60)
+
+    tasks = [asyncio.create_task(loop()), asyncio.create_task(ends())]
+    await asyncio.sleep(0)
+    await end_tasks(tasks)
+    assert [task.cancelled() for task in tasks] == [True, True]
+    assert len(swallowed) == 2
+    await end_tasks([])

@@ -186,6 +186,8 @@ async def thumb(ctx: durable.Context, url: str) -> Receipt:
 @durable.function
 async def gallery(ctx: durable.Context, urls: list[str]) -> int:
     assert_type(await ctx.run(thumb, urls[0]), Receipt)
+    assert_type(await ctx.result("another run", thumb), Receipt)
+    assert_type(await ctx.result("another run"), Any)
     child = await ctx.start(thumb.using(priority=5), urls[0])
     assert_type(child, durable.ChildRun[Receipt])
     assert_type(await child.result(), Receipt)
@@ -199,6 +201,7 @@ async def gallery(ctx: durable.Context, urls: list[str]) -> int:
 def blocking_gallery(ctx: durable.SyncContext, urls: list[str]) -> int:
     assert_type(ctx.run(thumb, urls[0]), Receipt)
     assert_type(ctx.start(thumb, urls[0]).result(), Receipt)
+    assert_type(ctx.result("another run", thumb), Receipt)
     return len(ctx.map(thumb, urls))
 
 
