@@ -126,10 +126,10 @@ class _Claim:
         mark = self._request.mark
         for _ in range(ROUNDS):
             got = await self._update(work, chosen)
-            self._learn(got, len(chosen))
+            ended = await self._land_endings(work, chosen) if got < len(chosen) else 0
+            self._learn(got, len(chosen) - ended)
             if got == len(chosen):
                 break
-            await self._land_endings(work, chosen)
             rows = await held(work, mark)
             chosen = self._choose(await self._heads(work, self._claims.reach), rows)
             if not chosen:
@@ -164,6 +164,7 @@ class _Claim:
         return await work.change_many("durable_run", where, taken(work, self._request))
 
     def _learn(self, got: int, wanted: int) -> None:
+        """From what others took of the heads that were there to be taken."""
         if got < 0.7 * wanted:
             self._claims.reach = min(FURTHEST, self._claims.reach * 2)
         elif got == wanted:
@@ -207,11 +208,13 @@ class _Claim:
         }
         return await work.find("durable_run", where, sort=_ORDER, limit=1)
 
-    async def _land_endings(self, work: Work, ids: Sequence[str]) -> None:
-        """Land those that are still there because they end at a claim."""
+    async def _land_endings(self, work: Work, ids: Sequence[str]) -> int:
+        """Land those that are still there because they end at a claim; how many."""
         rows = await work.find("durable_run", {"_id": {"$in": list(ids)}, **_READY}, fields=_ENDING)
-        if any(_ending(work, row) is not None for row in rows):
-            await self._claims._database.write(functools.partial(_land_heads, ids=[row["_id"] for row in rows]))
+        ending = [row["_id"] for row in rows if _ending(work, row) is not None]
+        if ending:
+            await self._claims._database.write(functools.partial(_land_heads, ids=ending))
+        return len(ending)
 
     # -- with limits -------------------------------------------------------------------------------------------------------
 
