@@ -39,7 +39,10 @@ def run_error(record: RunRecord) -> DurableError:
 
 
 def end_envelope(end: ChildEnd | RunRecord) -> Json:
-    """What the journal of who waited keeps: the output as it was stored, or the error with its cause."""
+    """What the journal of who waited keeps: the output as it was stored, or the error with its cause.
+
+    Raises EncryptionError, MissingKey for an end that could not be opened (72)."""
+    plain.refuse_unreadable(end.error_detail or "")
     if end.status is Status.COMPLETED:
         return value_envelope("null" if end.output is None else end.output)
     data = _data(end)

@@ -14,7 +14,7 @@ from .calls import Pending
 from .children import RunCall, ThreadRunCall
 from .codec import UNTYPED, digest, open_envelope, plain, rebuild, value_envelope
 from .endings import end_envelope
-from .errors import Conflict, Misuse, NotFound, RegistrationError, StoreUnavailable
+from .errors import Conflict, MissingKey, Misuse, NotFound, RegistrationError, StoreUnavailable
 from .model import Dependency, Json, NewRun, RecordKind, StepRecord, new_run_id
 from .replay import mark_position
 from .retry import Retry
@@ -49,7 +49,7 @@ def look_plan(host: Activation, run_id: object, function: Any) -> StepPlan:
             raise Conflict(f"run {run_id} is of {record.name}, not of {name}")
         return plain.read(end_envelope(record)) if record.status.terminal else None
 
-    return StepPlan.of(result, name=LOOK, retry=Retry(None, on=StoreUnavailable, maximum="30s"))
+    return StepPlan.of(result, name=LOOK, retry=Retry(None, on=(StoreUnavailable, MissingKey), maximum="30s"))
 
 
 def answer(host: Activation, step_id: str, found: Any, function: Any) -> Any:

@@ -56,7 +56,8 @@ def digest(text: str) -> str:
 
 
 def value_envelope(text: str) -> str:
-    """The envelope of an encoded value."""
+    """The envelope of an encoded value. Raises EncryptionError for the mark of one that could not be opened: it is no value (72)."""
+    plain.refuse_unreadable(text)
     return f'{{"v":{text}}}'
 
 

@@ -210,6 +210,39 @@ async def _with_error(client: durable.Client, run_id: str) -> durable.Run[Any] |
     return found if found.error is not None else None
 
 
+@pytest.mark.parametrize("function", [echo, failing], ids=["completed", "failed"])
+async def test_a_body_that_waits_for_a_run_whose_key_is_missing_looks_again_and_records_no_mark(
+    url: str, function: durable.Function[[str], str]
+) -> None:
+    @durable.function(registry=(own := Registry("waiters")))
+    async def waiter(ctx: durable.Context, run_id: str) -> str:
+        try:
+            return str(await ctx.result(run_id))
+        except durable.RunFailed as error:
+            return f"failed: {error.__cause__}"
+
+    async with opened(url, OLD) as client, working(client):
+        awaited = await client.start(function, "a")
+        await until(lambda: _landed(client, awaited.id), "the run to land")
+    async with opened(url, NEW) as client, durable.Worker(client, functions=own):
+        run = await client.start(waiter, awaited.id)
+        await until(lambda: _attempted(client, run.id), "a look in vain")
+    async with opened(url, NEW, OLD) as client, durable.Worker(client, functions=own):
+        result = await (await client.get(run.id, waiter)).result(timeout="60s")
+        assert result in ("a-kept", "failed: a-refused")
+        assert not any(
+            "unreadable" in record.result for record in await client.journal(run.id) if record.kind == "step"
+        )
+
+
+async def _landed(client: durable.Client, run_id: str) -> bool:
+    return (await client.get(run_id)).status.terminal
+
+
+async def _attempted(client: durable.Client, run_id: str) -> bool:
+    return any(record.kind == "attempt" for record in await client.journal(run_id))
+
+
 async def test_a_reader_without_the_key_gets_a_typed_error_from_the_result(url: str) -> None:
     async with opened(url, OLD) as client, working(client):
         run = await client.start(everything, "a")
