@@ -8,6 +8,7 @@ Nothing here knows a collection's meaning.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
@@ -49,6 +50,8 @@ class _Home:
         self.loop = loop
         self.client = client
         self.tables = tables
+        self.turnstile = asyncio.Lock()
+        """Transactions that met another one go one by one: of many at the same document all but one would fail again."""
         self.guard = self._until_the_loop_ends()
 
     async def _until_the_loop_ends(self) -> AsyncGenerator[None]:
@@ -132,14 +135,15 @@ class Database:
 
     async def _tried(self, operation: Operation[T], once: Callable[[_Home, Operation[T]], Any]) -> T:
         give_up = time.monotonic() + PATIENCE
-        pause, clashes = 0.002, 0
+        pause, clashes, met = 0.002, 0, False
         while True:
             try:
                 home = await self.home()
-                with pymongo.timeout(max(give_up - time.monotonic(), 1.0)):
-                    if self.clock.stale:
-                        await self.greet(home.client)
-                    value: T = await once(home, operation)
+                async with home.turnstile if met else contextlib.nullcontext():
+                    with pymongo.timeout(max(give_up - time.monotonic(), 1.0)):
+                        if self.clock.stale:
+                            await self.greet(home.client)
+                        value: T = await once(home, operation)
                 return value
             except (PyMongoError, OSError, ValueError) as error:
                 if isinstance(error, ValueError) and not isinstance(error, UnicodeEncodeError):
@@ -147,6 +151,7 @@ class Database:
                 again = faults.transient(error) or faults.passing(error)
                 if faults.duplicate(error) and clashes < CLASHES:
                     clashes, again = clashes + 1, True
+                met = met or faults.transient(error)
                 if faults.passing(error):
                     self.clock.doubt()
                 if not again or time.monotonic() + pause > give_up:

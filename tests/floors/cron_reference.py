@@ -35,6 +35,7 @@ def values(field: str, lowest: int, highest: int) -> set[int]:
 
 class Reference:
     def __init__(self, expression: str, tz: str) -> None:
+        self.expression = expression
         parts = expression.split()
         self.zone = ZoneInfo(tz)
         self.minutes = values(parts[0], 0, 59)

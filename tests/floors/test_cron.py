@@ -1,6 +1,6 @@
 """`durable.cron` against a slow reference, and its promises one by one (semantics 52, 54, 55).
 
-`DURABLE_CRON_CASES` says how many random cases are tried (1,000 by default; from 50,000 on, every transition of 60 zones too).
+`DURABLE_CRON_CASES` says how many random cases are tried (2,000 by default; from 50,000 on, every transition of 60 zones too).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from floors.cron_reference import Reference, random_expression, transitions
 from durable import cron
 from durable.errors import ConfigurationError, RegistrationError
 
-CASES = int(os.environ.get("DURABLE_CRON_CASES", "1000"))
+CASES = int(os.environ.get("DURABLE_CRON_CASES", "2000"))
 # Half-hour shifts, shifts at midnight, a date left out, offsets with seconds, double summer time, changes in Ramadan, no changes.
 ZONES = (
     "UTC Europe/Berlin Europe/London Europe/Dublin Europe/Lisbon Europe/Moscow Europe/Istanbul Europe/Kiev Europe/Chisinau"

@@ -1,0 +1,52 @@
+"""Many transactions at one document: the server lets one of them through and sends the others back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from mongo.conftest import Open
+from pymongo import monitoring
+
+from durable.model import ALL
+from durable.testing.conformance.scenario import new_run
+
+SUBMITS = 64
+WRITE_CONFLICT = 112
+
+
+class Conflicts(monitoring.CommandListener):
+    """Counts the commands that met another transaction."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None: ...
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None: ...
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        self.count += event.failure.get("code") == WRITE_CONFLICT
+
+
+@pytest.fixture
+def conflicts() -> Iterator[Conflicts]:
+    """Of the clients that are made in this test."""
+    listener = Conflicts()
+    monitoring.register(listener)
+    yield listener
+    monitoring._LISTENERS.command_listeners.remove(listener)
+
+
+async def test_transactions_that_met_another_one_go_one_by_one(conflicts: Conflicts, opened: Open) -> None:
+    """Each is sent back about once: if all tried again at once, all but one would be sent back again, and again."""
+    store = await opened()
+    answers = await asyncio.gather(
+        *(store.enqueue([new_run(coalesce_key="c", priority=number)]) for number in range(SUBMITS))
+    )
+    (run_id,) = {answer.run.run_id for (answer,) in answers}
+    (run,) = await store.get([run_id], scope=ALL)
+    assert run is not None
+    assert run.priority == SUBMITS - 1
+    assert SUBMITS // 2 <= conflicts.count <= 2 * SUBMITS
