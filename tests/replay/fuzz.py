@@ -7,11 +7,12 @@ import sys
 import time
 import traceback
 
+from replay.programs import Draw
 from replay.simulation import Totals, Violation, check_seed
 
 
 async def search(
-    seeds: range, *, crash_points: int | None = None, first_only: bool = False
+    seeds: range, *, crash_points: int | None = None, first_only: bool = False, draw: type[Draw] = Draw
 ) -> tuple[Totals, list[tuple[int, object]]]:
     """Check the seeds; the violations found, with callbacks that raised counted among them: a uniformly broken engine
     would replay "the same"."""
@@ -26,7 +27,7 @@ async def search(
     asyncio.get_running_loop().set_exception_handler(heard)
     for seed in seeds:
         try:
-            await check_seed(seed, totals, crash_points=crash_points)
+            await check_seed(seed, totals, crash_points=crash_points, draw=draw)
         except Violation as violation:
             found.append((seed, violation.args))
         except Exception:
@@ -40,14 +41,19 @@ async def search(
 
 
 def run(
-    seeds: range, *, lane: str = "asyncio", crash_points: int | None = None, first_only: bool = False
+    seeds: range,
+    *,
+    lane: str = "asyncio",
+    crash_points: int | None = None,
+    first_only: bool = False,
+    draw: type[Draw] = Draw,
 ) -> tuple[Totals, list[tuple[int, object]]]:
     """The same on a loop of its own: asyncio, uvloop, or eager tasks outside."""
 
     async def main() -> tuple[Totals, list[tuple[int, object]]]:
         if lane == "eager":
             asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined, unused-ignore]
-        return await search(seeds, crash_points=crash_points, first_only=first_only)
+        return await search(seeds, crash_points=crash_points, first_only=first_only, draw=draw)
 
     if lane == "uvloop":
         import uvloop

@@ -11,7 +11,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from durable import activation, bodyloop, branches, execution, external, replay, steps
+from replay.families import FamilyDraw
+from replay.programs import Draw
+
+from durable import activation, bodyloop, branches, children, execution, external, replay, steps
 
 
 class Rotten(Exception):
@@ -32,6 +35,8 @@ class Mutant:
     start: int = 0
     """The first seed: where a program lies near that shows it, so that CI does not search for long."""
 
+    draw: type[Draw] = Draw
+    """What draws the programs."""
     also: tuple[tuple[Any, str, str, str], ...] = ()
     """More changes that belong to the same fault."""
 
@@ -70,6 +75,14 @@ class Mutant:
 
 ACTIVATION, LOOP = activation.Activation, bodyloop.BodyLoop
 CAUGHT = [
+    Mutant(
+        "the end of a child is given before it is delivered",
+        children.ChildRun,
+        "result",
+        "host.journal.delivered(self._end_id)",
+        "host.journal.by_id.get(self._end_id)",
+        draw=FamilyDraw,
+    ),
     Mutant(
         "sets of tasks iterate by address",
         branches.BranchTask,

@@ -89,8 +89,15 @@ BRANCHES = (
 )
 
 
+MORE: dict[str, Callable[[Node, Room, Context], Awaitable[Any]]] = {}
+"""Kinds of nodes that other modules add."""
+
+
 class Draw:
     """A tree from a seed."""
+
+    leaves = LEAVES
+    branches = BRANCHES
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -106,7 +113,7 @@ class Draw:
         if not depth:
             kind = draw.choice(["sequence", "gather", "group", "wait"])
         else:
-            kind = draw.choice(LEAVES if depth >= 4 or self.budget <= 0 else LEAVES + BRANCHES)
+            kind = draw.choice(self.leaves if depth >= 4 or self.budget <= 0 else self.leaves + self.branches)
         return (kind, uid, *self._parts(kind, depth))
 
     def _some(self, depth: int, low: int, high: int) -> list[Node]:
@@ -177,7 +184,7 @@ async def evaluate(node: Node, room: Room) -> Any:
     """Run one node; leave in the trace how it ended."""
     kind, uid = node[0], node[1]
     try:
-        result = await globals()["run_" + kind](node, room, room.ctx)
+        result = await (MORE.get(kind) or globals()["run_" + kind])(node, room, room.ctx)
         room.tell(uid, kind, result)
         return result
     except BaseException as error:

@@ -16,15 +16,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from replay import programs
+from replay import families, programs
 
 from durable import activation as activation_module
 from durable import execution
 from durable.activation import Activation
 from durable.codec import Codec
 from durable.context import Context
+from durable.endings import end_id
 from durable.execution import Execution
 from durable.model import (
+    ChildEnd,
     Claimed,
     Inbox,
     Lease,
@@ -153,11 +155,24 @@ class World:
     def read(self) -> Inbox:
         taken = {record.signal_seq for record in self.durable}
         waiting = [m for m in self.messages if m.at <= self.now and m.seq not in taken]
-        return Inbox(wake_seq=self.wake_seq, cancel_requested=self.cancelled, signals=waiting, children=())
+        recorded = {record.step_id for record in self.durable}
+        children = [end for end in self.landed if end_id(end.step_id) not in recorded]
+        asked = self.cancelled and not self.refused
+        return Inbox(wake_seq=self.wake_seq, cancel_requested=asked, signals=waiting, children=children)
+
+    @property
+    def landed(self) -> list[ChildEnd]:
+        return families.landed(self.durable, self.now)
+
+    @property
+    def refused(self) -> bool:
+        """The run has passed a pivot (46)."""
+        return any(record.kind is RecordKind.PIVOT for record in self.durable)
 
     @property
     def wake_seq(self) -> int:
-        return sum(message.at <= self.now for message in self.messages) + 1_000 * self.cancelled
+        messages = sum(message.at <= self.now for message in self.messages)
+        return messages + 1_000 * self.cancelled + 1_000_000 * len(self.landed)
 
     def progress(self, progress: str) -> None: ...
 
@@ -193,7 +208,7 @@ class World:
             return
         if activation.alarm_at is not None and activation.alarm_at <= self.now:
             activation.tick()
-        if any(before < message.at <= self.now for message in self.messages):
+        if any(before < event.at <= self.now for event in (*self.messages, *self.landed)):
             activation.news()
 
     def flush(self) -> None:
@@ -284,6 +299,10 @@ class World:
         for message in self.messages[: rest.wake_seq % 1_000]:
             if message.name in names and message.seq not in taken:
                 self.bad.append(("at rest with a signal that it had read", message.seq))
+        recorded = {record.step_id for record in self.durable}
+        for end in self.landed[: rest.wake_seq // 1_000_000]:
+            if end_id(end.step_id) in activation.outside.expected and end_id(end.step_id) not in recorded:
+                self.bad.append(("at rest with the end of a child that it had read", end.step_id))
 
     def judge_stuck(self, activation: Activation) -> None:
         if self.in_flight:
@@ -414,7 +433,11 @@ async def _play(tree: programs.Node, world: World, disturbance: Disturbance, can
     world.cancelled = world.cancelled or cancelled
     inbox: Inbox | None = None
     for count in range(1, 400):
-        run = run_record(wake_seq=world.wake_seq, cancel_requested_at=world.now if world.cancelled else None)
+        run = run_record(
+            wake_seq=world.wake_seq,
+            cancel_requested_at=world.now if world.cancelled else None,
+            cancel_refused_at=world.now if world.refused else None,
+        )
         claimed = Claimed(lease=LEASE, run=run, history=tuple(world.durable))
         activation = Watched(Body(body), claimed, world, inbox)  # type: ignore[arg-type]
         activation.world, activation.marks = world, marks
@@ -495,6 +518,8 @@ async def _play(tree: programs.Node, world: World, disturbance: Disturbance, can
 def _jump(world: World, rest: Rest, activation: Activation | None) -> bool:
     """Nothing happens until the next event from outside. False: nothing ever does."""
     ahead = [message.at for message in world.messages if message.at > world.now]
+    ends = [families.end_of(record) for record in world.durable if record.kind is RecordKind.START]
+    ahead += [end.at for end in ends if end.at > world.now]
     if rest.until is not None:
         ahead.append(rest.until)
     if not ahead:
@@ -540,6 +565,8 @@ class Totals:
     crashes: int = 0
     activations: int = 0
     endings: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Of the records."""
 
 
 async def replayed(live: Played, tree: programs.Node, messages: Sequence[Signal], seed: int, label: str) -> None:
@@ -553,15 +580,18 @@ async def replayed(live: Played, tree: programs.Node, messages: Sequence[Signal]
     need(again.world.durable == records, f"{label}: the journal grew")
 
 
-async def check_seed(seed: int, totals: Totals, *, crash_points: int | None = None) -> Played:
+async def check_seed(
+    seed: int, totals: Totals, *, crash_points: int | None = None, draw: type[programs.Draw] = programs.Draw
+) -> Played:
     """Live, then a crash after every durable write, each continued and replayed."""
-    tree = programs.Draw(seed).tree()
+    tree = draw(seed).tree()
     messages, disturbance = messages_of(seed), disturbance_of(seed)
     live = await play(tree, (), seed * 1_000 + 1, messages, disturbance=disturbance)
     records = list(live.world.durable)
     totals.programs += 1
     totals.records += len(records)
     totals.activations += live.activations
+    totals.kinds.update(str(record.kind) for record in records)
     totals.endings[live.ending.split()[0]] += 1
     # What ends for ever at rest has no ending to compare; its trace is compared like any other.
     await replayed(live, tree, messages, seed, "replay")
@@ -571,10 +601,10 @@ async def check_seed(seed: int, totals: Totals, *, crash_points: int | None = No
     for crash in points:
         totals.crashes += 1
         kept = records[:crash]
-        draw = random.Random(seed * 100_003 + crash)
+        chance = random.Random(seed * 100_003 + crash)
         at = kept[-1].at if kept else STARTED
-        late = draw.choice([0, 0, 5, 50]) * SECOND
-        onward = await play(tree, kept, draw.randrange(1 << 30), messages, now=at + late, disturbance=disturbance)
+        late = chance.choice([0, 0, 5, 50]) * SECOND
+        onward = await play(tree, kept, chance.randrange(1 << 30), messages, now=at + late, disturbance=disturbance)
         last = max((r.position for r in kept if r.position is not None), default=-1)
         if last in live.marks and last in onward.marks:
             mark, own = live.marks[last], onward.marks[last]

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from replay import fuzz, golden
+from replay import families, fuzz, golden
 
 COUNT = int(os.environ.get("DURABLE_FUZZ_PROGRAMS", "0"))
 CI_PROGRAMS = 24
@@ -39,6 +39,19 @@ def test_a_body_replays_as_it_ran_wherever_it_is_killed(lane: str) -> None:
     assert totals.programs == (COUNT or CI_PROGRAMS)
     assert totals.crashes > totals.programs
     assert totals.endings["returned"] > totals.programs // 4, "most programs should come to an end of their own"
+
+
+@pytest.mark.timeout(36_000 if COUNT else 300)
+def test_a_body_with_children_and_sagas_replays_as_it_ran_wherever_it_is_killed() -> None:
+    seeds = range(500_000, 500_000 + (COUNT or CI_PROGRAMS))
+    totals, found = fuzz.run(seeds, crash_points=None if COUNT else 8, draw=families.FamilyDraw)
+    print(totals)
+    assert not found, found[:3]
+    assert totals.programs == len(seeds)
+    assert totals.crashes > totals.programs
+    assert totals.kinds["start"] > totals.programs, "most programs should have a child"
+    assert totals.kinds["child"] > totals.kinds["start"] // 2
+    assert totals.kinds["compensation"] > totals.programs // 4
 
 
 def test_journals_of_other_processes_and_interpreters_of_the_family_replay_the_same() -> None:

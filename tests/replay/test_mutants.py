@@ -34,7 +34,11 @@ def test_a_seeded_fault_is_caught(mutant: mutants.Mutant) -> None:
                 _probe(mutant.probe)
             return
         _, found = fuzz.run(
-            range(mutant.start, mutant.start + MOST_PROGRAMS), lane=mutant.lane, crash_points=6, first_only=True
+            range(mutant.start, mutant.start + MOST_PROGRAMS),
+            lane=mutant.lane,
+            crash_points=6,
+            first_only=True,
+            draw=mutant.draw,
         )
     assert found, "the fuzzer saw nothing"
 
