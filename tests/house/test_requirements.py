@@ -11,7 +11,7 @@ from conformance.requirement import _requirement, requirements  # type: ignore[i
 from house.test_rules import RULES  # type: ignore[import-not-found]
 
 LEAST = 80
-TOPICS = {"steps", "errors", "waits", "signals", "children", "map", "cancel", "sagas", "again", "changes"}
+TOPICS = {"steps", "errors", "waits", "signals", "children", "map", "cancel", "sagas", "again", "changes", "graphs"}
 
 
 def test_there_are_enough_of_every_topic() -> None:
