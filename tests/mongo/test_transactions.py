@@ -40,6 +40,12 @@ def record(step_id: str = "pay", **changes: Any) -> NewRecord:
 
 
 @pytest.fixture
+async def store(opened: Open) -> Store:
+    """A store that soon looks again at a server which said that it shuts down: by itself the driver waits ten seconds."""
+    return await opened("heartbeatFrequencyMS=500")
+
+
+@pytest.fixture
 async def client(room: Room) -> AsyncIterator[AsyncMongoClient[dict[str, Any]]]:
     """The application's own client."""
     made: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(room.url)
