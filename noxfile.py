@@ -21,6 +21,8 @@ The next ones run tests of the whole at full length:
     chaos   kills at random moments over many runs and several processes
     requirements   the requirements as data on PostgreSQL and MongoDB, with a crash after every record
     kills   kill -9 inside the writes of SQLite
+    flow    schedules, limits and coalescing with processes that are killed, and a purge under traffic
+    cron    the rule of local time against its slow reading, for every zone
     fairness   a single run behind the backlog of another tenant
     encrypted   the whole conformance suite on encrypted payloads
     mongo   MongoDB: fail-overs of three nodes, plans beside many runs, races, the state machine
@@ -64,6 +66,7 @@ BUDGETS = {  # seconds of test time, added up over the processes; the first patt
     "sqlite": ("tests/sqlite/*", 60),
     "one program and the examples, three stores": ("tests/stores/*", 150),
     "tenants": ("tests/tenants/*", 150),
+    "schedules, limits, coalescing, retention": ("tests/flow/*", 150),
     "typing": ("tests/typing/*", 90),
     "engine": ("tests/engine/*", 180),
     "replay": ("tests/replay/*", 120),
@@ -227,6 +230,26 @@ def fairness(session: nox.Session) -> None:
 def kills(session: nox.Session) -> None:
     """200 SIGKILLs inside the writes of SQLite."""
     _long(session, "sqlite/test_writer", DURABLE_SQLITE_KILLS="200")
+
+
+@nox.session
+def flow(session: nox.Session) -> None:
+    """Six schedulers for 120 slots, 10,000 limited runs with kills, 1,000 rounds of coalescing, a purge of 200,000 runs."""
+    _long(
+        session,
+        "flow/test_*",
+        DURABLE_FLOW_SLOTS="120",
+        DURABLE_FLOW_SCHEDULERS="6",
+        DURABLE_FLOW_RUNS="10000",
+        DURABLE_FLOW_ROUNDS="1000",
+        DURABLE_FLOW_PURGE="200000",
+    )
+
+
+@nox.session
+def cron(session: nox.Session) -> None:
+    """50,000 random expressions, every transition of 60 zones, and 3,000 schedules that live through one."""
+    _long(session, "**/test_cron*", DURABLE_CRON_CASES="50000", DURABLE_CRON_LIVES="3000")
 
 
 @nox.session
