@@ -1,8 +1,8 @@
 """Requirements as data: one sentence of promised behaviour, a program that shows it, and all that must be seen afterwards.
 
 `requirements/*.yaml` hold them, a file per topic; this module reads them and turns the text of a program into durable functions. A
-program is ordinary Python: it defines `program`, and has `function`, `step`, `Graph`, `Signal`, `Retry`, `Context` and `note` at hand. `note("x")`
-in a body of a step counts how often that body ran. `play.py` runs them; nothing here knows a store.
+program is ordinary Python: it defines `program`, and has `function`, `step`, `Graph`, `Signal`, `Retry`, `Context` and `note` at hand.
+`note("x")` in a body of a step counts how often that body ran. `play.py` runs them; nothing here knows a store.
 
 What a requirement may say, besides `text`, `rules` (of docs/reference/semantics.md) and `program`:
 
