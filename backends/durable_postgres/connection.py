@@ -339,6 +339,8 @@ class Database:
         with faults.mapped():
             con = await psycopg.AsyncConnection.connect(self.address.direct, autocommit=True, row_factory=tuple_row)
             teach(con)
+            if not self.address.prepare:  # without a direct URL this, too, leads through the pooler
+                con.prepare_threshold = None
             try:
                 yield con
             finally:

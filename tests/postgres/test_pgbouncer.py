@@ -9,15 +9,17 @@ from collections.abc import AsyncIterator, Iterator
 import psycopg
 import pytest
 from postgres.conftest import until
+from postgres.migrator import connections
 from servers.pgbouncer import Bouncer, bouncer
 from servers.postgres import Database
 
 import durable
-from durable.model import ALL
+from durable.model import ALL, Names
 from durable.settings import HOUR, Settings
 from durable.testing.conformance.scenario import Scene
 from durable.testing.conformance.test_lost_answers import WRITES, state
-from durable_postgres import Store, backend
+from durable_postgres import Store, backend, schema
+from durable_postgres.names import Naming
 
 declared = durable.Registry("test_pgbouncer")
 GO = durable.Signal("go", str)
@@ -131,10 +133,30 @@ async def test_nothing_of_ours_stays_on_the_servers_sessions(
             assert await cursor.fetchone() == ("0", "0", "on", 0, 0)
 
 
+async def test_no_connection_prepares_statements_where_the_url_says_so(pooler: Bouncer, database: Database) -> None:
+    """Nor that of checks, migrations and LISTEN, which leads through the pooler where no direct URL is given."""
+    con = connections(through(pooler, database))
+    async with con.direct() as direct:
+        assert direct.prepare_threshold is None
+    async with (await con.pools.of_this_loop()).connection() as pooled:
+        assert pooled.prepare_threshold is None
+    await con.close()
+
+
+ASKED = "SELECT pid, query_start FROM pg_stat_activity WHERE query LIKE '%pg_try_advisory_xact_lock%' AND pid <> pg_backend_pid()"
+
+
 async def test_migrations_work_through_it(pooler: Bouncer, empty: Database) -> None:
-    stores = await asyncio.gather(
-        *(backend.open(through(pooler, empty), settings=Settings(), auto_migrate=True) for _ in range(4))
-    )
-    for store in stores:
+    """Also when they ask for the lock again and again, in sessions that change hands: nothing is prepared there."""
+    with empty.connect() as holder, empty.connect() as con:
+        holder.execute("SELECT pg_advisory_lock(%s, %s)", (Naming(Names()).key, schema.LOCK))
+        opening = [
+            asyncio.create_task(backend.open(through(pooler, empty), settings=Settings(), auto_migrate=True))
+            for _ in range(4)
+        ]
+        seen: set[object] = set()
+        await until(lambda: seen.update(con.execute(ASKED).fetchall()) or len(seen) > 60, "the lock to be asked for")
+        assert not any(task.done() for task in opening)
+    for store in await asyncio.gather(*opening):
         assert (await store.schema_status()).missing == []
         await store.close()
