@@ -18,7 +18,7 @@ from .function import Function, default_registry
 from .handle import Run
 from .instants import instant, moment
 from .model import ALL, Firing, Instant, NewRun, QueueRecord, QueueStats, Schedule, ScheduleSpec
-from .options import checked_key, given_text
+from .options import Options, checked_key, given_text
 from .settings import Micros, micros
 from .steps import checked_name
 from .submission import scheduled_run
@@ -38,10 +38,12 @@ class Schedules:
     async def put(self, id: str, fn: Function[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Schedule:
         """Register `fn.using(cron=…)` with these arguments, or change what is registered under the id.
 
-        The same cron and zone leave the next instant and a pause alone (56). Raises RegistrationError for a cron that can not
-        work, SerializationError for arguments that can not be stored.
+        It keeps the cron, the queue and the arguments; all else is taken from the function that fires. The same cron and zone leave
+        the next instant and a pause alone (56). Raises RegistrationError for a cron that can not work and for other options,
+        SerializationError for arguments that can not be stored.
         """
         checked_key(id, "the id of a schedule")
+        _refuse_what_is_not_kept(fn)
         declared = fn.options.cron if fn.options.cron is not None else fn.cron
         if declared is None:
             raise RegistrationError(f"{fn.name} has no cron", hint=f'{fn.name}.using(cron="0 9 * * *")')
@@ -111,13 +113,15 @@ class Schedules:
         return Run(self._client._plain(), answer.run, function, answer.disposition)
 
     async def backfill(self, id: str, /, *, since: datetime, until: datetime) -> int:
-        """Start a run for each instant in (since, until] that has none yet; returns how many. Raises NotFound."""
+        """Start a run for each instant in (since, until] that has none yet; returns how many. With `overlap="queue"` they run one
+        after the other, otherwise side by side. Raises NotFound, and ConfigurationError for more than `start_many_limit` instants."""
         start, end = instant(since, what="since"), instant(until, what="until")
         found = await self.get(id)
         function = self._function(found)
         limit = self._client.settings.start_many_limit
         slots = _between(found, start, end, limit)
-        runs = tuple(scheduled_run(function, found, slot) for slot in slots)
+        one_by_one = found.overlap == "queue"
+        runs = tuple(scheduled_run(function, found, slot, sequence=one_by_one) for slot in slots)
         return await self._backfill(found, runs) if runs else 0
 
     async def _backfill(self, found: Schedule, runs: tuple[NewRun, ...]) -> int:
@@ -157,6 +161,25 @@ class Schedules:
                 f"this process has no function {found.name!r}", hint="import the module that declares it"
             )
         return function
+
+
+_SPELLED = {"start_at": "at", "deadline_at": "deadline", "deadline_after": "deadline", "unlimited": "timeout"}
+
+
+def _refuse_what_is_not_kept(fn: Function[..., Any]) -> None:
+    """An option that no row of a schedule has a place for would be forgotten without a word."""
+    none = Options()
+    given = [
+        field.name
+        for field in dataclasses.fields(Options)
+        if getattr(fn.options, field.name) != getattr(none, field.name)
+    ]
+    lost = sorted({_SPELLED.get(name, name) for name in given} - {"cron", "queue"})
+    if lost:
+        raise RegistrationError(
+            f"a schedule of {fn.name} can not keep {', '.join(lost)}",
+            hint="declare retry, timeout, priority and keep with @durable.function; .using(...) takes cron and queue here",
+        )
 
 
 def _between(found: Schedule, start: Instant, end: Instant, limit: int) -> list[Instant]:

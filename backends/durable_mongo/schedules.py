@@ -118,17 +118,25 @@ async def fire(work: Work, firing: Firing) -> list[Submitted] | None:
     advance = change(put={"next_fire_at": following, "updated_at": stored(work.now)}, ready=False)
     if await work.change_one("durable_schedule", stands, advance) == 0:
         return None
-    answers: list[Submitted] = []
-    for run in firing.runs:
-        at = stored(firing.expected if run.scheduled_for is None else run.scheduled_for)
-        slot: Document = {"tenant_id": tenant_text(firing.tenant), "schedule_id": key, "scheduled_for": at}
-        if await work.first("durable_schedule_fire", slot, fields=["_id"]) is not None:
-            continue
-        (answer,) = await enqueue.enqueue(work, [run])
-        row = {**slot, "run_id": answer.run.run_id, "created_at": stored(work.now)}
-        await work.insert("durable_schedule_fire", [row])
-        await work.change_one("durable_schedule", {"_id": key}, {"$set": {"last_run_id": answer.run.run_id}})
-        answers.append(answer)
+    slots = {
+        stored(firing.expected if run.scheduled_for is None else run.scheduled_for): run
+        for run in reversed(firing.runs)
+    }
+    row: Document = {"tenant_id": tenant_text(firing.tenant), "schedule_id": key}
+    where = {**row, "scheduled_for": {"$in": list(slots)}}
+    fired = {one["scheduled_for"] for one in await work.find("durable_schedule_fire", where, fields=["scheduled_for"])}
+    open_slots = {slot: run for slot, run in reversed(slots.items()) if slot not in fired}
+    if not open_slots:
+        return []
+    answers = await enqueue.enqueue(work, list(open_slots.values()))
+    ids = [answer.run.run_id for answer in answers]
+    now = stored(work.now)
+    rows = [
+        {**row, "scheduled_for": slot, "run_id": run_id, "created_at": now}
+        for slot, run_id in zip(open_slots, ids, strict=True)
+    ]
+    await work.insert("durable_schedule_fire", rows)
+    await work.change_one("durable_schedule", {"_id": key}, {"$set": {"last_run_id": ids[-1]}})
     return answers
 
 

@@ -41,7 +41,7 @@ def _short_transactions(server: mongo.Server) -> Iterator[None]:
     name = "transactionLifetimeLimitSeconds"
     with server.client() as client:
         before = client.admin.command("getParameter", 1, **{name: 1})[name]
-        client.admin.command("setParameter", 1, **{name: 2})
+        client.admin.command("setParameter", 1, **{name: 5})
         try:
             yield
         finally:
