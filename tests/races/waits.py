@@ -28,7 +28,7 @@ def _holder(stage: Stage, lease: m.Lease) -> m.Lease:
     run = stage.run(lease.run_id)
     assert run.status in ("running", "pending"), f"it sleeps: {run}"
     if run.status == "running":
-        assert stage.claim() == []
+        assert not _every_tenth(stage) or stage.claim() == []
         return lease
     (claimed,) = stage.claim()
     assert stage.do(stage.store.settle([(lease, BROKEN)])) == ["lost"]
@@ -39,8 +39,15 @@ def _lands(stage: Stage, lease: m.Lease, outcome: m.Outcome, status: str) -> Non
     """It lands once; nothing that comes later moves it."""
     assert stage.do(stage.store.settle([(lease, outcome)])) == ["landed"]
     assert stage.do(stage.store.settle([(lease, BROKEN)])) == ["lost"]
-    assert stage.do(stage.store.request_cancel([lease.run_id], scope=stage.tenant)) == [False]
-    assert (stage.run(lease.run_id).status, stage.claim()) == (status, [])
+    assert stage.run(lease.run_id).status == status
+    if _every_tenth(stage):
+        assert stage.do(stage.store.request_cancel([lease.run_id], scope=stage.tenant)) == [False]
+        assert (stage.claim(), stage.run(lease.run_id).status) == ([], status)
+
+
+def _every_tenth(stage: Stage) -> bool:
+    """What no race is about is looked at now and then."""
+    return stage.arena.stages % 10 == 0
 
 
 @WAITS.append
