@@ -64,7 +64,7 @@ BUDGETS = {  # seconds of test time, added up over the processes; the first patt
     "plans": ("tests/plans/*", 90),
     "conformance": ("tests/conformance/*", 120),
     "sqlite": ("tests/sqlite/*", 60),
-    "one program and the examples, three stores": ("tests/stores/*", 150),
+    "one program and the examples, three stores": ("tests/stores/*", 420),
     "tenants": ("tests/tenants/*", 150),
     "schedules, limits, coalescing, retention": ("tests/flow/*", 150),
     "typing": ("tests/typing/*", 90),
@@ -177,6 +177,12 @@ def fuzz(session: nox.Session) -> None:
 def races(session: nox.Session) -> None:
     """Pairs of conflicting operations, 100 trials each."""
     _long(session, "races/**/test_*", DURABLE_RACE_TRIALS="100")
+
+
+@nox.session
+def wakes(session: nox.Session) -> None:
+    """A parent of 1,000 children: how often it is woken, on the three stores."""
+    _long(session, "stores/test_wakes", DURABLE_WAKES="1000")
 
 
 @nox.session

@@ -21,7 +21,7 @@ from .calls import Pending, Waiter, not_called, other_call
 from .errors import NonDeterminismError, RegistrationError, SerializationError, SpinningError, StuckError
 from .execution import Execution
 from .external import Outside
-from .model import Claimed, Inbox, Instant, RecordKind, StepRecord
+from .model import Claimed, ErrorKind, Inbox, Instant, RecordKind, StepRecord
 from .places import what_it_awaits
 from .replay import (
     CANCEL_ID,
@@ -91,6 +91,8 @@ class Activation:
         self._mismatch: NonDeterminismError | None = None
         self._ending: Ending | None = None
         self._failure: BaseException | None = None
+        self._spun = False
+        """The body did not come to rest, and is given its time-out before it goes on."""
         self._ended: asyncio.Future[None] = self.outer.create_future()
         self._dead = asyncio.Event()
         self._dues: list[tuple[Instant, int, Waiter]] = []
@@ -255,12 +257,16 @@ class Activation:
         until = 0
         while True:
             try:
-                body.drain()
+                if not self._spun:
+                    body.drain()
             except SystemExit:
                 continue  # kept by its task: the body's failure, or its branch's
             except SpinningError as error:
-                self._end(Spinning(error))
-                return False
+                if not self._must_undo():
+                    self._end(Spinning(error))
+                    return False
+                self._spun = True
+                self.outside.time_out(ErrorKind.SPINNING.value, str(error))
             except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt in a branch: not the run's failure, the worker's
                 self.fault(error)
                 return False
@@ -287,11 +293,13 @@ class Activation:
             self._mismatch = not_called(record, self.calls, self.run_record.name)
             return False
         journal.cursor += 1
+        self._spun = False
         body.now = max(body.now, record.at)
         if waiter is None:
             self.interruption = record.step_id
             self.outside.delivered(record)
-            body.interrupt("the run is cancelled" if record.step_id == CANCEL_ID else "the run has timed out")
+            why = f": {self.outside.cancel_reason}" if self.outside.cancel_reason else ""
+            body.interrupt(f"the run is cancelled{why}" if record.step_id == CANCEL_ID else "the run has timed out")
             return True
         if record.kind is RecordKind.PIVOT:
             self.outside.refused = True
@@ -302,12 +310,15 @@ class Activation:
 
     def _proceed(self) -> None:
         """At the end of what is durable: an event from outside, or new steps, or rest (pump steps 4 to 7)."""
+        if self._spun:
+            self.outside.give_up()  # nothing else is begun or chosen; what is in flight wakes the pump
+            return
         if self.replay_took is None:
             self.replay_took = (time.perf_counter_ns() - self._began) // 1_000
         event = None if self.outside.committing else self.outside.choose()
         if event is not None and self.journal.settled:
             self.outside.commit(event)
-        elif event is None and not self.outside.committing:
+        elif event is None and not (self.outside.committing or self.outside.withheld):
             self._start()
         # With an event at hand but records in flight no step is started: they land, and the event comes first.
         if self.over or self._queued or self.unstarted:
@@ -317,7 +328,19 @@ class Activation:
         elif self.waits or self.execution.backing_off:
             self._come_to_rest()
         else:
-            self._end(Stuck(StuckError(f"the run waits for what nothing can deliver: {what_it_awaits(self.body)}")))
+            error = StuckError(f"the run waits for what nothing can deliver: {what_it_awaits(self.body)}")
+            if self._must_undo():
+                self.outside.time_out(ErrorKind.STUCK.value, str(error))
+                self.wake()
+            else:
+                self._end(Stuck(error))
+
+    def _must_undo(self) -> bool:
+        """It can not go on, but has done what is to be undone: it is interrupted like a run out of time, so that it can (49)."""
+        kinds = {record.kind for record in self.journal.records}
+        return (
+            self.interruption is None and RecordKind.COMPENSATION in kinds and RecordKind.PIVOT not in kinds
+        )
 
     def _start(self) -> None:
         if self.execution.backing_off and self.execution.due_again():
@@ -445,7 +468,7 @@ class Activation:
             return ending
         error = getattr(ending, "error", None)
         if self.interruption == TIMEOUT_ID:
-            return TimedOutEnding(self.outside.timeout_kind, error)
+            return TimedOutEnding(self.outside.timeout_kind, error, self.outside.timeout_message)
         if self.interruption == CANCEL_ID or self.outside.cancel_open:
             return CancelledEnding(self.outside.cancel_reason, error)
         return ending

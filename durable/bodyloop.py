@@ -262,6 +262,7 @@ class BodyLoop(asyncio.AbstractEventLoop):
                 handle = ready.popleft()
                 left -= 1
                 if left < 0:
+                    ready.appendleft(handle)  # one that is interrupted goes on from here
                     raise SpinningError(
                         f"the body ran {MOST_CALLBACKS:,} callbacks without coming to rest; the next is {handle!r}"
                     )

@@ -49,7 +49,11 @@ class Outside:
         self.refused = run.cancel_refused_at is not None
         """Past the pivot: no cancel is delivered any more (46)."""
         self.cancel_reason = ""
+        self._reason_read = False
+        self.withheld = False
+        """A cancel is next, and only what was said with it is still being read: no step is begun before it (43)."""
         self.timeout_kind = "timeout"
+        self.timeout_message = ""
         self.tasks: set[asyncio.Task[None]] = set()
         self._inbox = inbox
         self._read_at: Instant = 0
@@ -60,8 +64,9 @@ class Outside:
         """Open waits for the end of a child, by the id of that end."""
         self._listening: dict[str, list[Pending]] = {}
         self._taken: set[int] = set()
-        if inbox is not None and inbox.cancel_requested and self._cancel_at is None:
-            self._cancel_at = host.recorder.clock()
+        if inbox is not None and inbox.cancel_requested:
+            self._cancel_at = host.recorder.clock() if self._cancel_at is None else self._cancel_at
+            self._told(inbox)
 
     @property
     def busy(self) -> bool:
@@ -84,11 +89,17 @@ class Outside:
             self._cancel_at = self.host.recorder.clock()
         self.cancel_reason = self.cancel_reason or reason
 
-    def time_out(self, kind: str) -> None:
+    def _told(self, inbox: Inbox) -> None:
+        """Who asked said why."""
+        self.cancel_reason = self.cancel_reason or inbox.cancel_reason
+        self._reason_read = True
+
+    def time_out(self, kind: str, message: str = "") -> None:
         """The first limit counts."""
         if self._timeout_at is None and self.host.interruption is None:
             self._timeout_at = self.host.recorder.clock()
             self.timeout_kind = kind
+            self.timeout_message = message
 
     def listen(self, call: Waiter) -> None:
         """A call waits for a signal; those of one name get them in the order in which they were made (32)."""
@@ -108,6 +119,7 @@ class Outside:
             self.cancel_reason = word
         else:
             self.timeout_kind = word
+            self.timeout_message = told.get("message", "")
         self._cancel_at = self._timeout_at = None  # a body is interrupted once
 
     # -- choosing -------------------------------------------------------------------------------------------------------------
@@ -125,14 +137,20 @@ class Outside:
         if first is not None and first.due is not None and first.due <= host.recorder.clock():
             best = _earlier(best, Event(first.due, first.order, first, None, first.kind))
         names = self._names() if self._listening else {}
-        if not (names or self.expected):
+        self.withheld = why = best is not None and best.kind is RecordKind.CANCEL and not (self.cancel_reason or self._reason_read)
+        if not (names or self.expected or why):
             return best
-        if self._inbox is None or self.stale or (best is not None and self._too_old_for(best)):
+        if why or self._inbox is None or self.stale or (best is not None and self._too_old_for(best)):
             # A signal that was stored before the instant wins, however late the run wakes (32): look before deciding.
             self.read(best)
             return None
         best = self._signal(names, best) if names else best
         return self._child(best) if self.expected else best
+
+    def give_up(self) -> None:
+        """The body spins: its time-out is the one event that it can still be given."""
+        if self._timeout_at is not None and not self.committing and self.host.journal.settled:
+            self.commit(Event(self._timeout_at, -1, None, None, RecordKind.TIMEOUT))
 
     def _names(self) -> dict[str, Pending]:
         """For each name that is waited for, the wait whose turn it is."""
@@ -204,8 +222,10 @@ class Outside:
             result = end_envelope(event.child)
         step_id = CANCEL_ID if event.kind is RecordKind.CANCEL else TIMEOUT_ID
         if waiter is None:
-            reason = self.cancel_reason if event.kind is RecordKind.CANCEL else self.timeout_kind
-            result = value_envelope(plain.write({"reason": reason}))
+            told = {"reason": self.cancel_reason if event.kind is RecordKind.CANCEL else self.timeout_kind}
+            if event.kind is RecordKind.TIMEOUT and self.timeout_message:
+                told["message"] = self.timeout_message
+            result = value_envelope(plain.write(told))
         return NewRecord(
             step_id=step_id if waiter is None else waiter.step_id,
             kind=event.kind,
@@ -238,6 +258,8 @@ class Outside:
             self._inbox, self._read_at = inbox, asked
             if inbox.cancel_requested and self._cancel_at is None and host.interruption is None:
                 self._cancel_at = asked
+            if self._cancel_at is not None:
+                self._told(inbox)
         except asyncio.CancelledError:
             if not host.over:
                 host.interrupt(WorkerStopped("the inbox could not be read: the worker stops"))

@@ -536,6 +536,8 @@ class Inbox:
     """Those that no record names, by seq."""
     children: Sequence[ChildEnd]
     """Landed children whose end no record holds, in the order of their landing."""
+    cancel_reason: str = ""
+    """What the first ask to cancel said (43)."""
 
 
 # -- schedules ----------------------------------------------------------------------------------------------------------

@@ -162,10 +162,12 @@ class CancelledEnding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedOutEnding:
-    """The time-out was delivered and the body is over. `kind` is what `time_out` was called with: "timeout" or "deadline"."""
+    """The time-out was delivered and the body is over. `kind` is what `time_out` was called with: "timeout", "deadline" or
+    "reclaim_limit"; or why the body could not go on, "stuck" or "spinning", with the `message` that says so."""
 
     kind: str
     error: BaseException | None = None
+    message: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class ThreadBody:
         self.closed = False
         self.poison: Misuse | None = None
         self.root = Scope()
-        self.held = False
+        self.held = ""
         """A cancel was delivered while the body stood in a shield: it is due when the shield is left."""
         self._outer = outer
         self._open: ThreadCall | None = None
@@ -124,7 +124,7 @@ class ThreadBody:
         """A cancel or a time-out was delivered: CancelledError in the call in which it stands, or when it leaves its shield."""
         call = self._open
         if self.root.shields:
-            self.held = True
+            self.held = message
         elif call is not None:
             call.over = True
             self.host.dropped(call)
@@ -247,8 +247,8 @@ class ThreadBody:
         """The shield is left: a cancel that came meanwhile is due."""
         self.root.shields -= 1
         if self.held and not self.root.shields:
-            self.held = False
-            raise asyncio.CancelledError("the run is cancelled")
+            message, self.held = self.held, ""
+            raise asyncio.CancelledError(message)
 
     def _tell(self, what: Callable[..., None], *args: Any) -> None:
         try:

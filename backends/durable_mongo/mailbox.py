@@ -75,7 +75,7 @@ async def inbox(work: Work, leases: Sequence[Lease]) -> list[Inbox | None]:
     """For each lease what came from outside and no record holds; None where the fence is gone. The counters are read first: what comes
     after that is a wake that the suspension does not match (31)."""
     where = {"_id": {"$in": [lease.run_id for lease in leases]}, "mark": {"$in": [mark_of(lease) for lease in leases]}}
-    fields = ("mark", "tenant_id", "wake_seq", "cancel_requested_at", "cancel_refused_at", "has_children")
+    fields = ("mark", "tenant_id", "wake_seq", "cancel_requested_at", "cancel_refused_at", "cancel_reason", "has_children")
     rows = await work.find("durable_run", {**where, "status": "running"}, fields=fields)
     by_mark = {row["mark"]: row for row in rows}
     boxes = await asyncio.gather(*(_inbox(work, row) for row in rows))
@@ -83,9 +83,13 @@ async def inbox(work: Work, leases: Sequence[Lease]) -> list[Inbox | None]:
     return [found.get(mark_of(lease)) for lease in leases]
 
 
+def _reason(row: Document) -> str:
+    return str(row.get("cancel_reason") or "")
+
+
 async def _inbox(work: Work, row: Document) -> Inbox:
     if not row["wake_seq"]:  # nothing ever came
-        return Inbox(wake_seq=0, cancel_requested=asked(row), signals=[], children=[])
+        return Inbox(wake_seq=0, cancel_requested=asked(row), cancel_reason=_reason(row), signals=[], children=[])
     run_id = row["_id"]
     taken, signals, children = await asyncio.gather(
         work.find("durable_step", {"run_id": run_id, "signal_seq": {"$gte": 0}}, fields=["signal_seq"]),
@@ -96,6 +100,7 @@ async def _inbox(work: Work, row: Document) -> Inbox:
     return Inbox(
         wake_seq=int(row["wake_seq"]),
         cancel_requested=asked(row),
+        cancel_reason=_reason(row),
         signals=[_signal(one) for one in sorted(signals, key=lambda one: int(one["seq"])) if one["seq"] not in seqs],
         children=children,
     )

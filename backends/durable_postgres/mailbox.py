@@ -35,7 +35,8 @@ SELECT b.run_id, $2, b.wake_seq, $3, b.tenant_id, now(), $4::jsonb FROM bumped A
 """
 # The counter is read in the first statement: what a later one shows beyond it wakes the run again (31).
 HELD: Final = f"""
-SELECT r.run_id, r.attempts, r.lease_owner, r.wake_seq, r.cancel_requested_at IS NOT NULL AND r.cancel_refused_at IS NULL
+SELECT r.run_id, r.attempts, r.lease_owner, r.wake_seq, r.cancel_requested_at IS NOT NULL AND r.cancel_refused_at IS NULL,
+    coalesce(r.cancel_reason, '')
 FROM durable_run AS r WHERE r.run_id = ANY ($1::text[]) AND {RUNNING}
 """
 VISIBLE: Final = f"SELECT 1 FROM durable_run AS r WHERE {IN_SCOPE} AND r.run_id = $3"
@@ -109,6 +110,7 @@ def inbox(work: Work, leases: Sequence[Lease]) -> Operation[list[Inbox | None]]:
             Inbox(
                 wake_seq=holder[3],
                 cancel_requested=holder[4],
+                cancel_reason=holder[5],
                 signals=signals_of.get(lease.run_id, []),
                 children=children_of.get(lease.run_id, []),
             )

@@ -34,7 +34,7 @@ INSERT INTO durable_signal (run_id, name, seq, dedup_id, tenant_id, created_at, 
 VISIBLE = "SELECT 1 FROM durable_run WHERE run_id = ? AND (? OR tenant_id IS ?)"
 KEPT = "SELECT name, seq, payload, created_at FROM durable_signal WHERE run_id = ? ORDER BY seq"
 HELD = """
-SELECT wake_seq, cancel_requested_at IS NOT NULL AND cancel_refused_at IS NULL FROM durable_run
+SELECT wake_seq, cancel_requested_at IS NOT NULL AND cancel_refused_at IS NULL, coalesce(cancel_reason, '') FROM durable_run
 WHERE run_id = ? AND status = 'running' AND attempts = ? AND lease_owner = ?
 """
 UNTAKEN = """
@@ -94,6 +94,7 @@ def _inbox(con: sqlite3.Connection, lease: Lease) -> Inbox | None:
     return Inbox(
         wake_seq=held[0],
         cancel_requested=bool(held[1]),
+        cancel_reason=held[2],
         signals=[Signal(name=name, seq=seq, payload=payload, at=at) for name, seq, payload, at in signals],
         children=[
             ChildEnd(

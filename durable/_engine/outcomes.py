@@ -102,7 +102,22 @@ def outcome_of(
     now: Instant,
     mismatch_limit: Micros,
 ) -> Outcome:
-    """What is to be settled."""
+    """What is to be settled. Past a pivot a run that can not go forward is left incomplete, whatever the reason (49)."""
+    outcome = _outcome_of(ending, run, history, declared, cancel_asked, now, mismatch_limit)
+    if isinstance(outcome, Failed) and past_a_pivot(history):
+        return ForwardIncomplete(failure=outcome.failure)
+    return outcome
+
+
+def _outcome_of(
+    ending: Ending,
+    run: RunRecord,
+    history: Sequence[StepRecord],
+    declared: Policy,
+    cancel_asked: bool,
+    now: Instant,
+    mismatch_limit: Micros,
+) -> Outcome:
     match ending:
         case Returned(output=output):
             return Completed(output=output)
@@ -110,16 +125,15 @@ def outcome_of(
             return cancelled_by_ask(reason)
         case TimedOutEnding(kind=ErrorKind.RECLAIM_LIMIT):
             return Failed(failure=Failure(message=OVER_THE_LIMIT, kind=ErrorKind.RECLAIM_LIMIT))
+        case TimedOutEnding(kind=(ErrorKind.STUCK | ErrorKind.SPINNING) as kind, message=message):
+            return Failed(failure=Failure(message=message, kind=kind))
         case TimedOutEnding(kind=kind) if past_a_pivot(history):
             return ForwardIncomplete(failure=Failure(message="the run passed its pivot and ran out of time", kind=kind))
         case TimedOutEnding(kind=kind):
             what = "its deadline" if kind == ErrorKind.DEADLINE else "the time limit of one execution"
             return TimedOut(failure=Failure(message=f"the run passed {what}", kind=kind))
         case Raised(error=error, positions=positions):
-            outcome = _of_error(error, positions, run, declared, undone=has_undone(history))
-            if isinstance(outcome, Failed) and past_a_pivot(history):
-                return ForwardIncomplete(failure=outcome.failure)
-            return outcome
+            return _of_error(error, positions, run, declared, undone=has_undone(history))
         case BadPayload(error=error):
             return Failed(failure=failure_of(error, ErrorKind.PAYLOAD))
         case Stuck(error=error):
@@ -142,6 +156,29 @@ def past_a_pivot(history: Sequence[StepRecord]) -> bool:
     """A saga has passed its pivot: the run goes forward, or is left incomplete (49)."""
     kinds = {record.kind for record in history}
     return RecordKind.PIVOT in kinds and RecordKind.COMPENSATION in kinds
+
+
+def given_up(run: RunRecord, history: Sequence[StepRecord], max_reclaims: int) -> Outcome | None:
+    """The outcome of a run with a saga that took its workers away too often, where its body is not to be called any more (15, 49).
+
+    Past the limit a run is called once more, to undo. If that takes workers away, too, it is left as it is: a person must look. Past
+    a pivot there is nothing to be undone."""
+    if not run.compensating or run.reclaims <= max_reclaims:
+        return None
+    if run.cancel_refused_at is not None:
+        text = f"past its pivot its lease lapsed {run.reclaims} times in a row without a new record: it can not go forward"
+        return ForwardIncomplete(failure=Failure(message=text, kind=ErrorKind.RECLAIM_LIMIT))
+    if not any(record.kind in (RecordKind.TIMEOUT, RecordKind.CANCEL) for record in history):
+        return None
+    done = sum(record.step_id.startswith("undo/") for record in history)
+    wanted = sum(record.kind is RecordKind.COMPENSATION for record in history)
+    text = (
+        f"what undoes it took its workers away {run.reclaims} times in a row: {done} of {wanted} compensations are recorded,"
+        " the rest must be undone by hand"
+    )
+    asked = run.cancel_requested_at is not None
+    failure = Failure(message=text, kind=ErrorKind.RECLAIM_LIMIT)
+    return Cancelled(failure=failure) if asked else Failed(failure=failure)
 
 
 def has_undone(history: Sequence[StepRecord]) -> bool:
@@ -223,4 +260,4 @@ def _of_interruption(error: Exception, run: RunRecord) -> Outcome:
     return Failed(failure=failure_of(error, kind))
 
 
-__all__ = ["cancelled_by_ask", "failure_of", "growing_delay", "outcome_of", "policy_of", "time_limit"]
+__all__ = ["cancelled_by_ask", "failure_of", "given_up", "growing_delay", "outcome_of", "policy_of", "time_limit"]

@@ -41,7 +41,7 @@ from ..replay import Ending, Interrupted, Mismatch, PutAside, Rest
 from ..settings import SECOND, Micros, Settings
 from .journal import Journal, Lane
 from .leases import Hold, Leases
-from .outcomes import cancelled_by_ask, failure_of, growing_delay, outcome_of, time_limit
+from .outcomes import cancelled_by_ask, failure_of, given_up, growing_delay, outcome_of, time_limit
 from .slots import Slots, Threads
 
 TEARDOWN_LIMIT: Micros = 10 * SECOND
@@ -151,6 +151,9 @@ class Running:
         claimed, inbox = self.claimed, None
         if self.host.events.wanted and claimed.history and claimed.run.fingerprint != self.function.fingerprint:
             self.host.events.emit(CodeChanged(run_id=claimed.run.run_id, name=claimed.run.name))
+        if (outcome := given_up(claimed.run, claimed.history, self.host.max_reclaims)) is not None:
+            self._report(outcome, await self._settle(outcome))
+            return
         try:
             if wanted := results_wanted(claimed.run):
                 claimed = dataclasses.replace(claimed, run=with_results(claimed.run, await self._read(wanted)))
@@ -178,7 +181,7 @@ class Running:
                 await self._take_slot()
                 continue
             if answer == "woken":  # a cancel was asked for and is not refused: it decides (43, 47)
-                outcome = cancelled_by_ask()
+                outcome = cancelled_by_ask((await self.inbox()).cancel_reason)
                 answer = await self._settle(outcome)
             self._report(outcome, answer)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import Any
 
@@ -99,6 +100,47 @@ async def rests_in_a_shield(ctx: durable.Context) -> None:
             await ctx.step(unbook, "car")
 
 
+@durable.function(registry=declared)
+async def stands_still(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        await asyncio.Event().wait()
+
+
+@durable.function(registry=declared)
+async def goes_round_and_round(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        while True:
+            await asyncio.sleep(0)
+
+
+@durable.function(registry=declared)
+async def stands_still_past_the_pivot(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        await saga.pivot()
+        await asyncio.Event().wait()
+
+
+async def unbook_at_last(what: str) -> None:
+    done.append(f"try to unbook {what}")
+    await gate.wait()
+
+
+@durable.function(registry=declared)
+async def undoes_with_trouble(ctx: durable.Context, pivot: bool) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook_at_last, "car")
+        await saga.step(book, "car")
+        if pivot:
+            await saga.pivot()
+        await ctx.step(pass_the_gate)
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     global gate
@@ -107,7 +149,7 @@ def fresh() -> None:
 
 
 def worker(client: durable.Client, **options: Any) -> durable.Worker:
-    return durable.Worker(client, functions=declared, grace="2s", **options)
+    return durable.Worker(client, **{"functions": declared, "grace": "2s", **options})
 
 
 async def test_a_run_that_has_undone_lands_failed_and_is_not_tried_again(client: durable.Client) -> None:
@@ -250,3 +292,140 @@ async def test_past_the_reclaim_limit_what_was_done_is_undone_and_the_run_lands_
                 await run.result()
         assert run.error_kind == "reclaim_limit"
         assert done == ["book car", "unbook car"]
+
+
+@pytest.mark.parametrize("function", [stands_still, goes_round_and_round])
+async def test_a_run_that_can_not_go_on_undoes_what_it_has_done_before_it_lands_failed(
+    client: durable.Client, function: durable.Function[[], Any]
+) -> None:
+    kind = "stuck" if function is stands_still else "spinning"
+    async with worker(client):
+        run = await client.start(function)
+        with pytest.raises(durable.RunFailed):
+            await run.result()
+    assert (run.error_kind, done) == (kind, ["book car", "unbook car"])
+    assert run.error is not None
+    assert ("waits for what nothing can deliver" if kind == "stuck" else "without coming to rest") in run.error
+    journal = await client.journal(run.id)
+    assert [record.step_id for record in journal] == ["compensation:unbook", "book", ":timeout", "undo/1"]
+
+
+async def test_a_run_that_stands_still_past_its_pivot_lands_forward_incomplete(client: durable.Client) -> None:
+    async with worker(client):
+        run = await client.start(stands_still_past_the_pivot)
+        with pytest.raises(durable.RunForwardIncomplete):
+            await run.result()
+    assert (run.error_kind, done) == ("stuck", ["book car"])
+
+
+class Time:
+    """The store's clock, in the test's hand."""
+
+    now = 1_700_000_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+async def take_and_vanish(client: durable.Client, name: str, time: Time, times: int) -> None:
+    """Workers that take the run and are never heard of again."""
+    for _ in range(times):
+        request = ClaimRequest(
+            mark=f"lost {time.now}",
+            queues={"default": 1},
+            functions=[(name, None)],
+            limit=1,
+            lease=1_000_000,
+            family=REPLAY_FAMILY,
+            scope=None,
+            alone=True,
+        )
+        time.now += 2_000_000
+        await client.store.promote(scope=None, limit=10)
+        assert len(await client.store.claim(request)) == 1
+        time.now += 2_000_000
+        await client.store.sweep(scope=None, limit=10, max_reclaims=2)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["", "cancelled meanwhile"])
+async def test_a_compensation_that_takes_its_workers_away_is_not_tried_without_end(asked: bool) -> None:
+    time = Time()
+    settings = {"poll": "50ms", "poll_idle": "50ms", "lease": "1s"}
+    async with durable.Client("sqlite:///:memory:", settings=settings, clock=time) as client:
+        run = await client.start(undoes_with_trouble, False)
+        async with worker(client, grace="10ms") as first:
+            await until(lambda: "book car" in done, "the booking")
+            await until(lambda: _has(client, run, "book"), "its record")
+            assert first.held == 1
+        await take_and_vanish(client, "undoes_with_trouble", time, 3)
+        async with durable.Worker(client, functions=declared, grace="10ms", max_reclaims=2):
+            await until(lambda: "try to unbook car" in done, "the compensation")
+        await take_and_vanish(client, "undoes_with_trouble", time, 3)
+        if asked:
+            assert await run.cancel()
+        tried = done.count("try to unbook car")
+        async with worker(client, max_reclaims=2):
+            with pytest.raises(durable.RunCancelled if asked else durable.RunFailed):
+                await run.result()
+        assert done.count("try to unbook car") == tried
+        assert run.error_kind == "reclaim_limit"
+        assert run.error is not None
+        assert "0 of 1 compensations are recorded, the rest must be undone by hand" in run.error
+
+
+async def test_a_run_past_its_pivot_that_takes_its_workers_away_lands_forward_incomplete() -> None:
+    time = Time()
+    settings = {"poll": "50ms", "poll_idle": "50ms", "lease": "1s"}
+    async with durable.Client("sqlite:///:memory:", settings=settings, clock=time) as client:
+        run = await client.start(undoes_with_trouble, True)
+        async with worker(client, grace="10ms"):
+            await until(lambda: _has(client, run, "refuse_cancel"), "the pivot")
+        await take_and_vanish(client, "undoes_with_trouble", time, 3)
+        async with worker(client, max_reclaims=2):
+            with pytest.raises(durable.RunForwardIncomplete):
+                await run.result()
+        assert (run.error_kind, done) == ("reclaim_limit", ["book car"])
+
+
+KILLED = """
+import asyncio, os, signal, sys
+import durable
+
+async def book() -> None: ...
+
+async def unbook() -> None:
+    print("unbook", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@durable.function
+async def deadly(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook)
+        await saga.step(book)
+        raise ValueError("no seat")
+
+async def main() -> None:
+    async with durable.Client(sys.argv[1], settings={"poll": "50ms", "poll_idle": "50ms"}) as client:
+        async with durable.Worker(client, lease="500ms", max_reclaims=1):
+            run = [run async for run in client.runs()][0] if len(sys.argv) > 2 else await client.start(deadly)
+            try:
+                await run.result()
+            except durable.RunFailed:
+                print("landed", run.error_kind, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_compensation_that_kills_its_process_is_tried_a_bounded_number_of_times(url: str) -> None:
+    told: list[str] = []
+    for number in range(12):
+        more = ["again"] if number else []
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", KILLED, url, *more, stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+        told += out.decode().splitlines()
+        if process.returncode == 0:
+            break
+    assert told == ["unbook"] * 6 + ["landed reclaim_limit"]
