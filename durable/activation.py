@@ -338,9 +338,7 @@ class Activation:
     def _must_undo(self) -> bool:
         """It can not go on, but has done what is to be undone: it is interrupted like a run out of time, so that it can (49)."""
         kinds = {record.kind for record in self.journal.records}
-        return (
-            self.interruption is None and RecordKind.COMPENSATION in kinds and RecordKind.PIVOT not in kinds
-        )
+        return self.interruption is None and RecordKind.COMPENSATION in kinds and RecordKind.PIVOT not in kinds
 
     def _start(self) -> None:
         if self.execution.backing_off and self.execution.due_again():

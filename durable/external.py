@@ -137,7 +137,9 @@ class Outside:
         if first is not None and first.due is not None and first.due <= host.recorder.clock():
             best = _earlier(best, Event(first.due, first.order, first, None, first.kind))
         names = self._names() if self._listening else {}
-        self.withheld = why = best is not None and best.kind is RecordKind.CANCEL and not (self.cancel_reason or self._reason_read)
+        self.withheld = why = (
+            best is not None and best.kind is RecordKind.CANCEL and not (self.cancel_reason or self._reason_read)
+        )
         if not (names or self.expected or why):
             return best
         if why or self._inbox is None or self.stale or (best is not None and self._too_old_for(best)):

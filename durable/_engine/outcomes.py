@@ -166,7 +166,9 @@ def given_up(run: RunRecord, history: Sequence[StepRecord], max_reclaims: int) -
     if not run.compensating or run.reclaims <= max_reclaims:
         return None
     if run.cancel_refused_at is not None:
-        text = f"past its pivot its lease lapsed {run.reclaims} times in a row without a new record: it can not go forward"
+        text = (
+            f"past its pivot its lease lapsed {run.reclaims} times in a row without a new record: it can not go forward"
+        )
         return ForwardIncomplete(failure=Failure(message=text, kind=ErrorKind.RECLAIM_LIMIT))
     if not any(record.kind in (RecordKind.TIMEOUT, RecordKind.CANCEL) for record in history):
         return None
