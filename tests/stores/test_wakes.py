@@ -8,6 +8,7 @@ one for each `wake_delay` that went by, which makes 40 of ten seconds.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,6 +25,8 @@ CHILDREN = int(os.environ.get("DURABLE_WAKES", "30"))
 PACE = 0.01
 WAKE_DELAY = 0.25
 declared = Registry("test_wakes")
+logger = logging.getLogger(__name__)
+"""Shown with -o log_cli=true -o log_cli_level=info."""
 turn = asyncio.Semaphore(0)
 
 
@@ -86,25 +89,23 @@ async def finished(client: durable.Client, function: durable.Function[Any, Any],
 
 
 @pytest.mark.timeout(300)
-async def test_the_parent_of_a_map_is_woken_at_most_twice(client: durable.Client, record_property: Any) -> None:
+async def test_the_parent_of_a_map_is_woken_at_most_twice(client: durable.Client) -> None:
     result, wakes = await finished(client, mapped, CHILDREN)
-    record_property("wakes", wakes)
+    logger.info("%d wakes", wakes)
     assert result == CHILDREN * (CHILDREN - 1) // 2
     assert wakes <= 2
 
 
 @pytest.mark.timeout(300)
-async def test_a_graph_is_woken_at_most_once(client: durable.Client, record_property: Any) -> None:
+async def test_a_graph_is_woken_at_most_once(client: durable.Client) -> None:
     result, wakes = await finished(client, graph.function, 1)
-    record_property("wakes", wakes)
+    logger.info("%d wakes", wakes)
     assert sum(result.values()) == len(graph.nodes)
     assert wakes <= 1
 
 
 @pytest.mark.timeout(300)
-async def test_the_parent_of_independent_children_is_woken_once_per_delay_at_most(
-    client: durable.Client, record_property: Any
-) -> None:
+async def test_the_parent_of_independent_children_is_woken_once_per_delay_at_most(client: durable.Client) -> None:
     global turn
     turn = asyncio.Semaphore(0)
     loop = asyncio.get_running_loop()
@@ -131,6 +132,5 @@ async def test_the_parent_of_independent_children_is_woken_once_per_delay_at_mos
         took = loop.time() - began
         await pacing
     wakes = claims.seen.count(run.id) - before
-    record_property("wakes", wakes)
-    record_property("seconds", round(took, 1))
+    logger.info("%d wakes for %d children that landed in %.1f s", wakes, CHILDREN, took)
     assert wakes <= took / WAKE_DELAY + 1
