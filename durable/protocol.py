@@ -434,4 +434,13 @@ class Backend(Protocol):
         ...
 
 
-__all__ = ["Backend", "Mailbox", "RunStore", "Scheduler", "StepJournal", "Store", "Upkeep"]
+@runtime_checkable
+class RowSecurity(Protocol):
+    """A backend whose database can keep tenants apart by itself."""
+
+    def row_security(self, names: Names = Names()) -> str:
+        """The policies as text: with them, a role that is bound to a tenant reaches no row of another (57)."""
+        ...
+
+
+__all__ = ["Backend", "Mailbox", "RowSecurity", "RunStore", "Scheduler", "StepJournal", "Store", "Upkeep"]

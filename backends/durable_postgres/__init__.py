@@ -50,6 +50,10 @@ class PostgresBackend:
         """The whole schema as text (69)."""
         return schema.published(names)
 
+    def row_security(self, names: Names = Names()) -> str:
+        """Policies by which the database itself keeps tenants apart, as text (57)."""
+        return schema.row_security(names)
+
 
 backend: Final = PostgresBackend()
 

@@ -328,6 +328,14 @@ def published(names: Names = Names()) -> str:
     return "\n".join(parts) + "\n"
 
 
+def row_security(names: Names = Names()) -> str:
+    """The policies by which the database refuses another tenant's rows, as text: an option for applications that bind roles to tenants (57)."""
+    naming = Naming(names)
+    schema = sql.Identifier(naming.schema).as_string()
+    text = importlib.resources.files(__package__ or "").joinpath("row_security.sql").read_text(encoding="utf-8")
+    return f"SET LOCAL search_path = {schema}, pg_temp;\n\n{naming(text).replace('@schema', schema)}"
+
+
 def _laid_out(statement: str) -> str:
     """One column a line: a changed schema should be a readable difference."""
     match = _TABLE.match(statement)

@@ -60,10 +60,7 @@ PERMITS_OF_RUNNING = {
 }
 DROP_PERMITS = "DELETE FROM durable_permit WHERE scope = ? OR (scope > ? AND scope < ?)"
 TAKE_PERMIT = "INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at) VALUES (?, ?, ?)"
-HELD_PERMITS = (
-    "SELECT scope, count(*) FROM durable_permit WHERE run_id IN (SELECT value FROM json_each(?)) GROUP BY scope"
-)
-GIVE_BACK = "DELETE FROM durable_permit WHERE run_id IN (SELECT value FROM json_each(?))"
+GIVE_BACK = "DELETE FROM durable_permit WHERE run_id IN (SELECT value FROM json_each(?)) RETURNING scope"
 BLOCK = "UPDATE durable_run SET blocked_on = ? WHERE run_id = ? AND status = 'pending'"
 # A run that lapsed twice in a row goes back to be taken alone (15), not into the ready index.
 BLOCKED = """
@@ -234,12 +231,9 @@ def _write_buckets(con: sqlite3.Connection, rules: Iterable[_Rule]) -> None:
 def release(con: sqlite3.Connection, now: Instant, run_ids: Iterable[str]) -> None:
     """Runs leave `running`: their permits are given back, and as many of those that wait for them are ready, by priority and
     `submitted` (73, 74)."""
-    ids = json.dumps(sorted(run_ids))
-    freed = con.execute(HELD_PERMITS, (ids,)).fetchall()
-    if freed:
-        con.execute(GIVE_BACK, (ids,))
-        for text, count in freed:
-            _unblock(con, text, count)
+    freed = Counter(text for (text,) in con.execute(GIVE_BACK, (json.dumps(sorted(run_ids)),)).fetchall())
+    for text, count in sorted(freed.items()):
+        _unblock(con, text, count)
 
 
 def _unblock(con: sqlite3.Connection, text: str, count: int) -> int:

@@ -11,6 +11,7 @@ import typer
 import durable
 
 from .. import config
+from ..protocol import RowSecurity
 from .options import AsJson, Everybody, Tenant, Url, with_client
 from .output import Output
 
@@ -47,9 +48,22 @@ def migrate(
         raise typer.Exit(1)
 
 
-def schema(url: Url = None) -> None:
+def schema(
+    url: Url = None,
+    row_security: Annotated[
+        bool, typer.Option("--row-security", help="The policies that keep tenants apart instead; PostgreSQL only.")
+    ] = False,
+) -> None:
     """Print the whole schema of the store that the URL names; nothing is opened."""
-    sys.stdout.write(config.backend_for(config.resolve(url).url).schema())
+    backend = config.backend_for(config.resolve(url).url)
+    if not row_security:
+        sys.stdout.write(backend.schema())
+    elif isinstance(backend, RowSecurity):
+        sys.stdout.write(backend.row_security())
+    else:
+        raise durable.ConfigurationError(
+            "this store has no row-level security", hint="on PostgreSQL the database itself can keep tenants apart"
+        )
 
 
 def purge(

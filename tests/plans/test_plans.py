@@ -90,6 +90,23 @@ def claim_again(eye: Eye) -> int:
     return len(eye.do(eye.store.claim(request)))
 
 
+def claim_in_turn(eye: Eye) -> int:
+    """In a fair queue; the flag stays, and no claim comes behind it."""
+    eye.do(eye.store.set_queue(m.QueueRecord(scope_name="queue:default", tenant=m.ALL, fair=True)))
+    request = m.ClaimRequest(
+        mark="in turn",
+        queues={"default": TAKEN},
+        functions=FUNCTIONS,
+        limit=TAKEN,
+        lease=LEASE,
+        family="x",
+        scope=m.ALL,
+    )
+    claimed = eye.do(eye.store.claim(request))
+    assert {one.run.tenant for one in claimed} == {None, _tenant()}
+    return len(claimed)
+
+
 def claim_finds_nothing(eye: Eye) -> int:
     request = m.ClaimRequest(
         mark="none", queues={"default": 9}, functions=[("nobody", None)], limit=9, lease=LEASE, family="x", scope=m.ALL
@@ -285,6 +302,7 @@ HOT: Sequence[tuple[Callable[[Eye], int], str, int]] = [
     (claim_again, "durable_run_claims", STEPS_PER_ROW),
     (claim_for_a_tenant, "durable_run_ready_tenant", 500),
     (claim_finds_nothing, "durable_run_ready", 1_500),
+    (claim_in_turn, "durable_run_ready_tenant", 1_200),
     (append, "durable_run_id", STEPS_PER_ROW),
     (renew, "durable_run_id", STEPS_PER_ROW),
     (inbox, "durable_run_parents", STEPS_PER_ROW),
