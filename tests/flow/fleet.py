@@ -66,10 +66,17 @@ class Fleet:
         self.processes = []
         assert not any(codes), f"workers ended with {codes}"
 
-    def lines(self, word: str | None = None) -> list[Line]:
-        """What was logged, in the order of writing; with `word` only the lines that begin with it."""
+    def lines(self, word: str | None = None, *, last: int | None = None) -> list[Line]:
+        """What was logged, in the order of writing; with `word` only the lines that begin with it, with `last` of so many bytes."""
+        with self.log.open("rb") as log:
+            if last is not None and log.seek(0, os.SEEK_END) > last:
+                log.seek(-last, os.SEEK_END)
+                log.readline()  # the rest of a line
+            else:
+                log.seek(0)
+            texts = log.read().decode().splitlines()
         found = []
-        for text in self.log.read_text().splitlines():
+        for text in texts:
             at, pid, *words = text.split(" ")
             if word is None or words[0] == word:
                 found.append(Line(int(at), int(pid), words))
