@@ -311,7 +311,7 @@ class _Batch:
             await landing.take_turns(work, self.lines, self.last)
         for run_id, marks in self.touched.items():
             if run_id in self.created:
-                self.created[run_id].update(dict.fromkeys(marks, True))
+                self.created[run_id].update(dict.fromkeys([*marks, "linked"], True))
         changes: list[tuple[Where, Change]] = [
             ({"_id": run_id}, {"$inc": {"touched": 1}, "$set": dict.fromkeys([*marks, "linked"], True)})
             for run_id, marks in sorted(self.touched.items())

@@ -97,6 +97,17 @@ async def test_landing_in_any_state_but_completed_cancels_the_children_that_are_
 
 
 @rule(48)
+async def test_children_that_were_submitted_together_with_their_parent_are_its_children(scene: Scene) -> None:
+    parent = new_run(queue="parents")
+    child = new_run(queue="children", parent_run_id=parent.run_id, parent_step_id="child")
+    await scene.store.enqueue([parent, child])
+    (held,) = await scene.claim(1, queues={"parents": 1})
+    await scene.fail(held)
+    await scene.mend()
+    assert (await scene.get(child.run_id)).status == Status.CANCELLED
+
+
+@rule(48)
 async def test_a_completed_parent_cancels_nobody(scene: Scene) -> None:
     family = await scene.with_children(1)
     await scene.complete(family.parent)
