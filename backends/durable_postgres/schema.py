@@ -329,7 +329,7 @@ def published(names: Names = Names()) -> str:
 
 
 def row_security(names: Names = Names()) -> str:
-    """The policies by which the database refuses another tenant's rows, as text: an option for applications that bind roles to tenants (57)."""
+    """The policies by which the database refuses another tenant's rows to a role that is bound to one, as text: an option (57)."""
     naming = Naming(names)
     schema = sql.Identifier(naming.schema).as_string()
     text = importlib.resources.files(__package__ or "").joinpath("row_security.sql").read_text(encoding="utf-8")

@@ -31,6 +31,7 @@ from durable.model import (
     Lease,
     NewRecord,
     NewSignal,
+    QueueRecord,
     RecordKind,
     Renewal,
     RunQuery,
@@ -435,3 +436,15 @@ def test_a_claim_costs_the_same_with_everything_beside_it_as_on_an_empty_table(e
         f"buffers of a claim of {TAKEN}: {buffers[0]} on a table of its own, {buffers[1]} beside {ROWS:,} of each kind"
     )
     assert buffers[1] <= 1.5 * buffers[0]
+
+
+def test_a_fair_claim_reads_the_tenants_and_what_it_takes(eye: Eye) -> None:
+    """Last in this file: the row of the queue stays, and with it every claim is a careful one."""
+    eye.do(eye.store.set_queue(QueueRecord(scope_name="queue:default", tenant=ALL, fair=True)))
+    taken, seen = eye.look(claim)
+    assert taken == TAKEN
+    searched = sum(one.searched for one in seen)
+    print(f"{searched} rows searched for {taken} in turn, beside {ROWS:,}")
+    assert searched <= 8 * TAKEN
+    assert "durable_run_ready_tenant" in {used for one in seen for used in one.indexes}
+    assert [one.text for one in seen if one.sequential - SMALL] == []
