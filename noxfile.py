@@ -66,7 +66,7 @@ BUDGETS = {  # seconds of test time, added up over the processes; the first patt
     "sqlite": ("tests/sqlite/*", 60),
     "one program and the examples, three stores": ("tests/stores/*", 420),
     "tenants": ("tests/tenants/*", 150),
-    "schedules, limits, coalescing, retention": ("tests/flow/*", 150),
+    "schedules, limits, coalescing, retention": ("tests/flow/*", 240),  # processes that start, are killed and come back
     "typing": ("tests/typing/*", 90),
     "engine": ("tests/engine/*", 180),
     "replay": ("tests/replay/*", 120),
