@@ -318,8 +318,9 @@ async def heads_in_turn(work: Work, queue: str, wanted: Sequence[str], room: int
     # The untagged have no turn of their own in the index: those at the front of the queue are dealt as one hand.
     front = await heads(work, queue, wanted, ALL, room, whole=True)
     untagged = [row for row in front if not row["tenant_id"]]
-    known = await _tenants_with_work(work, queue, wanted)
-    tenants = in_turn(last, lambda one, most: [x for x in known if x > one][:most], room, untagged=bool(untagged))
+    behind = await _tenants_beyond(work, queue, wanted, last, room) if last else []
+    first = await _tenants_beyond(work, queue, wanted, "", room - len(behind))
+    tenants = in_turn(last, lambda one, most: (behind if one else first)[:most], room, untagged=bool(untagged))
     share = -(-room // max(1, len(tenants)))
     while True:
         hands = [await heads(work, queue, wanted, UUID(one), share, whole=True) if one else untagged for one in tenants]
@@ -329,19 +330,21 @@ async def heads_in_turn(work: Work, queue: str, wanted: Sequence[str], room: int
         share *= 2
 
 
-async def _tenants_with_work(work: Work, queue: str, wanted: Sequence[str]) -> list[str]:
-    """The tenants that have something ready, by a look at the index for each (a DISTINCT_SCAN)."""
-    found: set[str] = set()
-    for start in range(0, len(wanted), ROUTES):
-        where: Document = {
-            "queue": queue,
-            "route": {"$in": list(wanted[start : start + ROUTES])},
-            **_READY,
-            "tenant_id": {"$gt": ""},
-        }
-        stages: list[Document] = [{"$match": where}, {"$group": {"_id": "$tenant_id"}}]
-        found |= {row["_id"] for row in await work.aggregate("durable_run", stages)}
-    return sorted(found)
+async def _tenants_beyond(work: Work, queue: str, wanted: Sequence[str], last: str, most: int) -> list[str]:
+    """At most so many tenants that have something ready and come after this one, by a look at the index for each."""
+    found: list[str] = []
+    while len(found) < most:
+        looks: list[str] = []
+        for start in range(0, len(wanted), ROUTES):
+            routes_of = {"$in": list(wanted[start : start + ROUTES])}
+            where: Document = {"queue": queue, "route": routes_of, **_READY, "tenant_id": {"$gt": last}}
+            row = await work.first("durable_run", where, fields=["tenant_id"], sort=[("tenant_id", 1)])
+            looks += [row["tenant_id"]] if row is not None else []
+        if not looks:
+            break
+        last = min(looks)
+        found.append(last)
+    return found
 
 
 def _rank(row: Document) -> tuple[Any, ...]:

@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 from servers.mongo_room import Room, rooms
 
-from durable.model import ALL, Claimed, ClaimRequest, Completed, NewRecord, RecordKind, Renewal, RunQuery, Suspended
+from durable.model import (
+    ALL,
+    Claimed,
+    ClaimRequest,
+    Completed,
+    NewRecord,
+    QueueRecord,
+    RecordKind,
+    Renewal,
+    RunQuery,
+    Suspended,
+    tenant_id,
+)
 from durable.settings import SECOND, Settings
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_mongo import Store, backend
@@ -243,3 +255,17 @@ async def test_a_purge_and_the_nets_examine_what_they_take(crowd: Room, store: S
     count, _keys, documents, scans = await examined(crowd, lambda: store.mend(scope=ALL, limit=TAKEN))
     assert (count, scans) == (0, [])
     assert documents <= 4
+
+
+async def test_a_fair_claim_examines_the_tenants_and_what_it_takes(crowd: Room, store: Store) -> None:
+    """Whatever the backlog of one of them."""
+    ready = {"status": "pending", "ready": True, "attempts": 0, "queue": "fair"}
+    tenants = [str(tenant_id(f"tenant {number}")) for number in range(4)]
+    fill(crowd, "busy", ROWS, **ready, tenant_id=tenants[0], route="f1/@")
+    for number, tenant in enumerate(tenants[1:]):
+        fill(crowd, f"quiet{number}", 1, **ready, tenant_id=tenant, route="f1/@")
+    await store.set_queue(QueueRecord(scope_name="queue:fair", tenant=ALL, fair=True))
+    claimed, keys, documents, scans = await examined(crowd, lambda: store.claim(request(queues={"fair": TAKEN})))
+    assert {str(one.run.tenant) for one in claimed} == set(tenants)
+    assert len(claimed) == TAKEN
+    frugal(keys, documents, scans, taken=TAKEN, trips=8, extra_keys=10 * 2 * len(NAMES))
