@@ -366,8 +366,13 @@ async def test_every_end_but_completed_can_be_retried(scene: Scene, door: Door) 
     run_id = await door.stored(scene)
     await door.land(scene, run_id)
     landed = await scene.get(run_id)
+    if door.behind:  # it can not go before what it waits for: the retry of that one brings it back (77)
+        with pytest.raises(Conflict, match="did not complete"):
+            await scene.store.retry(run_id, scope=ALL, attempts=landed.attempts)
+        assert await scene.get(run_id) == landed
+        return
     run = await scene.store.retry(run_id, scope=ALL, attempts=landed.attempts)
-    assert run.status == (Status.PENDING if not door.behind else run.status)
+    assert run.status == Status.PENDING
     assert (run.error, run.error_kind, run.finished_at, run.purge_at) == (None,) * 4
 
 
