@@ -50,11 +50,12 @@ _WHOSE: Final = {
 QUICK: Final = {
     whose: f"""
 WITH dispute AS MATERIALIZED (
-    SELECT EXISTS (SELECT 1 FROM durable_queue AS q WHERE q.scope_name = ANY ($8::text[])) AS ruled,
+    SELECT EXISTS (SELECT 1 FROM durable_queue AS q WHERE q.scope_name = ANY ($8::text[]))
+            OR ($9 AND EXISTS (SELECT 1 FROM durable_run AS r WHERE r.blocked_on = 'alone' AND r.status = 'pending')) AS ruled,
         EXISTS (SELECT 1 FROM durable_run AS r WHERE r.lease_owner = $4 AND r.status = 'running') AS held),
 heads AS MATERIALIZED (
     SELECT o.run_id, o.clean FROM unnest($2::text[], $3::integer[]) WITH ORDINALITY AS q (queue, room, place) CROSS JOIN LATERAL (
-        {_OF_QUEUE.format(which=which.format("$9"), queue="q.queue", room="q.room")}) AS o
+        {_OF_QUEUE.format(which=which.format("$10"), queue="q.queue", room="q.room")}) AS o
     WHERE NOT (SELECT d.ruled OR d.held FROM dispute AS d) ORDER BY q.place, o.priority DESC, o.submitted LIMIT $7),
 taken AS (
     UPDATE durable_run AS r SET {_TAKEN} FROM heads WHERE r.run_id = heads.run_id AND heads.clean RETURNING {RUN_COLUMNS})
@@ -123,7 +124,8 @@ SELECT {STEP_COLUMNS}, s.run_id FROM durable_step AS s WHERE s.run_id = ANY ($1:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Taken:
-    """What a claim has; whether it was held before; and why something was left: flow control has a say, or runs are to end here."""
+    """What a claim has; whether it was held before; and why something was left: flow control has a say, a run waits to be taken alone,
+    or runs are to end here."""
 
     runs: Sequence[RunRecord]
     again: bool = False
@@ -138,7 +140,7 @@ def quick(work: Work, request: ClaimRequest) -> Operation[Taken]:
     rooms = [min(request.queues[queue], request.limit) for queue in queues]
     fence = (request.mark, Span(request.lease), request.family)
     names = concerning(request.queues, (name for name, _ in request.functions))
-    values = (_routes(request), list(queues), rooms, *fence, request.limit, names, *tenant)
+    values = (_routes(request), list(queues), rooms, *fence, request.limit, names, request.alone, *tenant)
     _, found = yield from together(_one_at_a_time(work, request.mark), Ask(QUICK[whose], values))
     ruled, held, unclean = found[0][:3]
     taken = [run_record(row[3:]) for row in found if row[3] is not None]

@@ -33,7 +33,7 @@ from .adapting import teach
 from .lending import Lendable
 from .names import Naming
 from .opening import Address
-from .operation import Again, Answer, Ask, Operation, Row, Work
+from .operation import Again, Answer, Ask, Last, Operation, Row, Work
 
 if TYPE_CHECKING:
     from psycopg.abc import QueryNoTemplate
@@ -272,8 +272,8 @@ class Database:
             answers = await self.ask(con, [*opening, *asks, *ending])
             work.now = answers[1].rows[0][0]
             self._clock.sample(work.now)
-            value = await self.carry(con, steps, answers[2 : 2 + len(asks)], last=once)
-            if not once:
+            value, committed = await self._to_the_end(con, steps, answers[2 : 2 + len(asks)], once)
+            if not committed:
                 await self.ask(con, [COMMIT])
         except BaseException:
             await self.undo(con)
@@ -284,20 +284,26 @@ class Database:
             self.told(work.topics)
         return value
 
-    async def carry(
-        self,
-        con: psycopg.AsyncConnection[Row],
-        steps: Operation[T],
-        answers: list[Answer] | None = None,
-        *,
-        last: bool = False,
-    ) -> T:
-        """Carry an operation to its end inside the transaction that is open, or has ended with the `last` answers."""
+    async def _to_the_end(
+        self, con: Lendable, steps: Operation[T], answers: list[Answer], committed: bool
+    ) -> tuple[T, bool]:
+        """Go on with these answers; the commit goes out with the statements that an operation calls its last. And: has it?"""
         try:
-            asks = next(steps) if answers is None else steps.send(answers)
             while True:
-                if last:
-                    raise RuntimeError(f"an operation that asks once asks again: {asks[0].text}")
+                asks = steps.send(answers)
+                if committed:
+                    raise RuntimeError(f"an operation asks for more after its last statement: {asks[0].text}")
+                committed = isinstance(asks, Last)
+                answers = (await self.ask(con, [*asks, COMMIT] if committed else asks))[: len(asks)]
+        except StopIteration as end:
+            value: T = end.value
+            return value, committed
+
+    async def carry(self, con: psycopg.AsyncConnection[Row], steps: Operation[T]) -> T:
+        """Carry an operation to its end inside the transaction that is open, and leave it open."""
+        try:
+            asks = next(steps)
+            while True:
                 asks = steps.send(await self.ask(con, asks))
         except StopIteration as end:
             value: T = end.value

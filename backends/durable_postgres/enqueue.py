@@ -19,7 +19,7 @@ from durable.storekit import maker
 
 from . import flow, landing, locks
 from .adapting import at, span
-from .operation import Again, Ask, Operation, Row, Work, rows, together
+from .operation import Again, Ask, Last, Operation, Row, Work, rows, together
 from .rows import RUN_COLUMNS, run_record, stored_key
 
 KEY_LENGTH: Final = 1_024
@@ -73,11 +73,12 @@ SELECT r.run_id FROM durable_run AS r JOIN unnest($1::text[], $2::text[]) AS c (
 """
 
 
-def enqueue(work: Work, runs: Sequence[NewRun]) -> Operation[list[Submitted]]:
-    """One answer per run, in order; all or none. Raises Conflict or NotFound before anything is kept."""
+def enqueue(work: Work, runs: Sequence[NewRun], *, last: bool = False) -> Operation[list[Submitted]]:
+    """One answer per run, in order; all or none. Raises Conflict or NotFound before anything is kept. `last`: the transaction has
+    nothing else to do."""
     for run in runs:
         _check(run)
-    return (yield from _Batch(work, runs).submit())
+    return (yield from _Batch(work, runs, last).submit())
 
 
 def effective_start(now: Instant, instant: Instant | None, deadline_at: Instant | None) -> Instant | None:
@@ -110,8 +111,9 @@ class _Draft:
 class _Batch:
     """The runs of one call, looked up together, decided in order, and inserted with one statement."""
 
-    def __init__(self, work: Work, runs: Sequence[NewRun]) -> None:
+    def __init__(self, work: Work, runs: Sequence[NewRun], last: bool) -> None:
         self.work = work
+        self.last = last
         self.runs = runs
         self.ids = {run.run_id for run in runs}
         self.known: dict[str, RunRecord] = {}
@@ -358,9 +360,21 @@ class _Batch:
             asks.append(Ask(ORPHANED, (sorted(self.orphaned),)))
         if not asks:
             return
+        if self.last and self._plain(asks):
+            (inserted,) = yield Last(asks)
+            if not inserted.rows:  # and nothing of it was committed
+                raise Again(f"run {drafts[0].run.run_id}")  # type: ignore[union-attr]
+            return
         answers = yield from together(*asks)
         if drafts and len(answers[bool(joined)]) < len(drafts):
             yield from self._refused(drafts)
+
+    def _plain(self, asks: Sequence[Ask]) -> bool:
+        """A single run, and nothing else is written: a statement that is all or nothing by itself."""
+        (draft, *others) = self.drafts.values() if self.drafts else (None,)
+        if draft is None or others or len(asks) > 1 or self.new_keys or self.lost:
+            return False
+        return draft.run is not None and draft.run.parent_run_id is None
 
     def _edges(self) -> list[tuple[str, str, int, str]]:
         if len({(run_id, on) for run_id, on, _, _ in self.edges}) < len(self.edges):

@@ -32,12 +32,18 @@ added AS (
     FROM unnest($4::text[], $5::text[], $6::text[], $7::integer[], $8::integer[], $9::text[], $10::timestamptz[], $11::timestamptz[],
                 $12::integer[], $13::jsonb[], $14::text[], $15::integer[])
         AS n (run_id, step_id, kind, position, seen, digest, floor, started_at, signal_seq, result, mark, attempts)
-    JOIN held AS h ON h.run_id = n.run_id AND h.lease_owner = n.mark AND h.attempts = n.attempts
+    JOIN held AS h ON h.run_id = n.run_id AND h.lease_owner = n.mark AND h.attempts = n.attempts{when}
     ON CONFLICT DO NOTHING RETURNING run_id, step_id, created_at)
 SELECT a.run_id, a.step_id, a.created_at, h.mismatch FROM added AS a JOIN held AS h ON h.run_id = a.run_id
 """
-APPEND: Final = _APPEND.format(running=RUNNING, strength="SHARE")
-APPEND_AND_CHANGE: Final = _APPEND.format(running=RUNNING, strength="NO KEY UPDATE")
+# All or nothing: where a fence is gone or a mismatch ends, nothing is written, and `append` does what follows.
+APPEND_PLAIN: Final = _APPEND.format(
+    running=RUNNING,
+    strength="SHARE",
+    when="\n    WHERE (SELECT count(*) FROM held WHERE NOT held.mismatch) = cardinality($1::text[])",
+)
+APPEND: Final = _APPEND.format(running=RUNNING, strength="SHARE", when="")
+APPEND_AND_CHANGE: Final = _APPEND.format(running=RUNNING, strength="NO KEY UPDATE", when="")
 STANDING: Final = f"""
 SELECT r.run_id, r.attempts, r.lease_owner FROM durable_run AS r WHERE r.run_id = ANY ($1::text[]) AND {RUNNING}
 """
@@ -64,27 +70,30 @@ HISTORY: Final = f"SELECT {STEP_COLUMNS} FROM durable_step AS s WHERE s.run_id =
 Entry = tuple[Lease, NewRecord]
 
 
+def changing(records: Sequence[Entry]) -> bool:
+    """More is written than records: children, progress, or a mark on the run."""
+    return any(record.children or record.progress is not None or record.kind in _MARKS for _, record in records)
+
+
+def append_plain(work: Work, records: Sequence[Entry]) -> Operation[list[Appended | None]]:
+    """Records beside which nothing is written, in one statement. None: not written by it; `append` says why, or does more."""
+    first_of = _first_of(records)
+    found = yield from rows(APPEND_PLAIN, *_arrays(_in_order(records, first_of)))
+    return _appended(records, first_of, {(run_id, step_id): stamp for run_id, step_id, stamp, _ in found})
+
+
 def append(work: Work, records: Sequence[Entry]) -> Operation[list[Appended]]:
     """One answer per record, in order; the repeated ones of one batch find their first."""
-    first_of: dict[tuple[str, str], int] = {}
-    for place, (lease, record) in enumerate(records):
-        first_of.setdefault((lease.run_id, record.step_id), place)
-    chosen = [records[place] for place in first_of.values()]
-    # In the order of their keys: two appends of one holder, the second asked before the first was answered, do not dead-lock.
-    chosen.sort(key=lambda entry: (entry[0].run_id, entry[1].step_id))
-    changing = any(record.children or record.progress is not None or record.kind in _MARKS for _, record in chosen)
-    found = yield from rows(APPEND_AND_CHANGE if changing else APPEND, *_arrays(chosen))
+    first_of = _first_of(records)
+    more = changing(records)
+    found = yield from rows(APPEND_AND_CHANGE if more else APPEND, *_arrays(_in_order(records, first_of)))
     stamps = {(run_id, step_id): stamp for run_id, step_id, stamp, _ in found}
-    answers: list[Appended | None] = [None] * len(records)
-    for key, place in first_of.items():
-        if key in stamps:
-            lease, record = records[place]
-            answers[place] = Appended(state="appended", record=_stored(lease, record, stamps[key]))
+    answers = _appended(records, first_of, stamps)
     unanswered = [place for place, answer in enumerate(answers) if answer is None]
     if unanswered:
         yield from _tell(records, unanswered, answers)
     added = [records[place] for key, place in first_of.items() if key in stamps]
-    if changing:
+    if more:
         yield from _follow(work, added)
     mismatched = sorted({run_id for run_id, _, _, mismatch in found if mismatch})
     if mismatched:
@@ -113,6 +122,30 @@ def stored(work: Work, lease: Lease, step_id: str) -> Operation[StepRecord | Non
 
 
 _MARKS: Final = (RecordKind.PIVOT, RecordKind.COMPENSATION)
+
+
+def _first_of(records: Sequence[Entry]) -> dict[tuple[str, str], int]:
+    """Where each record of the batch stands first."""
+    first_of: dict[tuple[str, str], int] = {}
+    for place, (lease, record) in enumerate(records):
+        first_of.setdefault((lease.run_id, record.step_id), place)
+    return first_of
+
+
+def _in_order(records: Sequence[Entry], first_of: dict[tuple[str, str], int]) -> list[Entry]:
+    """In the order of their keys: two appends of one holder, the second asked before the first was answered, do not dead-lock."""
+    return [records[first_of[key]] for key in sorted(first_of)]
+
+
+def _appended(
+    records: Sequence[Entry], first_of: dict[tuple[str, str], int], stamps: dict[tuple[str, str], int]
+) -> list[Appended | None]:
+    answers: list[Appended | None] = [None] * len(records)
+    for key, place in first_of.items():
+        if key in stamps:
+            lease, record = records[place]
+            answers[place] = Appended(state="appended", record=_stored(lease, record, stamps[key]))
+    return answers
 
 
 def _holds(row: Row, lease: Lease) -> bool:
@@ -194,4 +227,4 @@ def _follow(work: Work, added: Sequence[Entry]) -> Operation[None]:
         yield from enqueue.enqueue(work, children)
 
 
-__all__ = ["append", "history", "standing", "stored"]
+__all__ = ["append", "append_plain", "changing", "history", "standing", "stored"]

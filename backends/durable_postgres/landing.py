@@ -17,7 +17,7 @@ from durable.model import ErrorKind, Failure, Instant, Json, Status
 
 from . import flow, locks
 from .adapting import at, span
-from .operation import Ask, Operation, Row, Work, count, together
+from .operation import Ask, Last, Operation, Row, Work, count, together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,12 +69,20 @@ FROM counted AS c WHERE s.schedule_id = c.schedule_id
 UPSTREAM: Final = "a run before it in its graph did not complete"
 
 
-def land(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[None]:
+def land(work: Work, locked: locks.Locked, endings: Sequence[Ending], *, last: bool = False) -> Operation[None]:
     """Make runs terminal, with every consequence, in this transaction. A run that is terminal already is left as it is.
+
+    `last`: nothing is behind these runs, they hold no permit, and the transaction has nothing else to do; where no parent, line or
+    schedule is told either, the commit goes out with the landing.
 
     `locked` holds the family of each of them. Terminal states first; then dependents (which may land in turn), the permits, the next
     in line, parents by the number of their children that landed, and schedules.
     """
+    if last and not any(_tells(locked[ending.run_id]) for ending in endings):
+        yield Last((_landing(work, locked, endings),))
+        for ending in endings:
+            work.announce(f"run:{ending.run_id}")
+        return
     landed: list[Ending] = []
     queues: set[str] = set()
     turns: set[str] = set()
@@ -113,9 +121,22 @@ def _once_each(endings: Iterable[Ending]) -> list[Ending]:
     return list({ending.run_id: ending for ending in reversed(list(endings))}.values())[::-1]
 
 
+def _tells(standing: locks.Standing) -> bool:
+    """Somebody is told when this run lands: a parent, the next in line, a schedule."""
+    return not (standing.parent_run_id is None and standing.sequence_key is None and standing.schedule_id is None)
+
+
 def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[tuple[list[Row], set[str]]]:
     """Write terminal states. In the same round trip, and after the lock: (node, run) for every node behind one of them, and those
     that hold permits."""
+    ids = [ending.run_id for ending in endings]
+    written = _landing(work, locked, endings)
+    _, edges, permits = yield from together(written, Ask(EDGES, (ids,)), Ask(PERMITS, (ids,)))
+    return edges, {run_id for (run_id,) in permits}
+
+
+def _landing(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Ask:
+    """The statement that writes terminal states."""
     columns: list[tuple[Any, ...]] = []
     for ending in endings:
         standing = locked[ending.run_id]
@@ -128,10 +149,7 @@ def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Opera
         output = ending.output if completed else None
         columns.append((ending.run_id, str(ending.status), output, *what, span(keep), ending.failures))
         standing.status, standing.wake_after, standing.available_at = str(ending.status), 0, None
-    ids = [ending.run_id for ending in endings]
-    written = Ask(LAND, tuple(map(list, zip(*columns, strict=True))))
-    _, edges, permits = yield from together(written, Ask(EDGES, (ids,)), Ask(PERMITS, (ids,)))
-    return edges, {run_id for (run_id,) in permits}
+    return Ask(LAND, tuple(map(list, zip(*columns, strict=True))))
 
 
 def _dependents(

@@ -17,7 +17,7 @@ from uuid import UUID
 from durable.model import Instant
 from durable.settings import Micros
 
-from .operation import Operation, Work, rows
+from .operation import Ask, Operation, Work, rows, together
 
 FAMILY: Final = """
 WITH wanted AS MATERIALIZED (
@@ -29,6 +29,10 @@ SELECT r.run_id, r.status, r.attempts, r.lease_owner, r.cancel_requested_at, r.c
     r.keep, r.sequence_key, r.blocked_on, r.parent_run_id, r.schedule_id, r.wake_after, r.wake_delay, r.wake_on_failure, r.available_at,
     r.tenant_id
 FROM durable_run AS r WHERE r.run_id = ANY (ARRAY(SELECT w.run_id FROM wanted AS w)) ORDER BY r.run_id FOR NO KEY UPDATE OF r
+"""
+FOLLOWERS: Final = """
+SELECT EXISTS (SELECT 1 FROM durable_dependency AS d WHERE d.depends_on = ANY ($1::text[]))
+    OR EXISTS (SELECT 1 FROM durable_permit AS p WHERE p.run_id = ANY ($1::text[]))
 """
 ALONE: Final = """
 SELECT r.run_id FROM durable_run AS r WHERE r.run_id = ANY ($1::text[]) ORDER BY r.run_id FOR NO KEY UPDATE
@@ -82,6 +86,15 @@ def family(run_ids: Iterable[str]) -> Operation[Locked]:
     return {row[0]: Standing(*row) for row in found}
 
 
+def family_and_followers(run_ids: Iterable[str]) -> Operation[tuple[Locked, bool]]:
+    """The same; and, in the same round trip but after the lock, whether a node is behind one of these runs or one holds a permit.
+
+    What it says of a run that is live stays true until the commit: both are written under the lock of the run."""
+    ids = sorted(set(run_ids))
+    found, ((followed,),) = yield from together(Ask(FAMILY, (ids,)), Ask(FOLLOWERS, (ids,)))
+    return {row[0]: Standing(*row) for row in found}, followed
+
+
 def alone(run_ids: Iterable[str]) -> Operation[None]:
     """Lock these runs only."""
     yield from rows(ALONE, sorted(set(run_ids)))
@@ -94,4 +107,4 @@ def lines(work: Work, sequence_keys: Iterable[str]) -> Operation[None]:
         yield from rows(LINES, work.lock_class, numbers)
 
 
-__all__ = ["Locked", "Standing", "alone", "family", "lines"]
+__all__ = ["Locked", "Standing", "alone", "family", "family_and_followers", "lines"]

@@ -23,6 +23,12 @@ class Ask(NamedTuple):
     parameters: Sequence[Any] = ()
 
 
+class Last(tuple[Ask, ...]):
+    """Statements after whose answers the operation asks for nothing more: the commit may go out with them, in one round trip."""
+
+    __slots__ = ()
+
+
 class Answer(NamedTuple):
     """What the server said: rows, and how many were touched."""
 
@@ -86,4 +92,4 @@ def together(*asks: Ask) -> Operation[list[list[Row]]]:
     return [answer.rows for answer in answers]
 
 
-__all__ = ["Again", "Answer", "Ask", "Operation", "Row", "Work", "count", "first", "rows", "together"]
+__all__ = ["Again", "Answer", "Ask", "Last", "Operation", "Row", "Work", "count", "first", "rows", "together"]

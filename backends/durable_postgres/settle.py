@@ -89,7 +89,7 @@ _Held = tuple[locks.Standing, Lease]
 
 def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> Operation[list[Settled]]:
     """One answer per entry, in order."""
-    locked = yield from locks.family(lease.run_id for lease, _ in entries)
+    locked, followed = yield from locks.family_and_followers(lease.run_id for lease, _ in entries)
     answers: list[Settled] = []
     endings: list[landing.Ending] = []
     pending: list[tuple[locks.Standing, Retry | HandedBack]] = []
@@ -113,7 +113,8 @@ def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> Operation[li
         else:
             endings.append(_ending(lease.run_id, outcome))
     if endings:
-        yield from landing.land(work, locked, endings)
+        last = not (followed or pending or suspended)
+        yield from landing.land(work, locked, endings, last=last)
     if pending:
         yield from _to_pending(work, pending)
     going = [standing.run_id for standing, _ in pending]

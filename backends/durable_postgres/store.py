@@ -65,7 +65,7 @@ class Store:
         self._weigh(text for run in runs for text in (run.input, run.options))
         if tx is not None:
             return await callers.on_callers(self._database, tx, lambda work: enqueue.enqueue(work, runs))
-        return await self._write(lambda work: enqueue.enqueue(work, runs))
+        return await self._write(lambda work: enqueue.enqueue(work, runs, last=True))
 
     async def claim(self, request: m.ClaimRequest) -> Sequence[m.Claimed]:
         """See `claim.quick` and `claim.thorough`."""
@@ -79,15 +79,14 @@ class Store:
     async def _claim(self, request: m.ClaimRequest) -> Taken:
         if request.limit < 1:
             return Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
-        if not request.alone:
-            # Should the server lose this commit in a crash, the runs are pending again, and nobody ever has the same fence.
-            found = await self._write(lambda work: claim.quick(work, request), durable=False, once=True)
-            if found.again:
-                return Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
-            if found.runs and found.ending:
-                await self._write(lambda work: claim.land_what_ends(work, request))
-            if found.runs or not (found.ruled or found.ending):
-                return found
+        # Should the server lose this commit in a crash, the runs are pending again, and nobody ever has the same fence.
+        found = await self._write(lambda work: claim.quick(work, request), durable=False, once=True)
+        if found.again:
+            return Taken(await self._read(lambda work: claim.held(work, request.mark)), again=True)
+        if found.runs and found.ending:
+            await self._write(lambda work: claim.land_what_ends(work, request))
+        if found.runs or not (found.ruled or found.ending):
+            return found
         return await self._write(lambda work: claim.thorough(work, request, self._turns))
 
     async def renew(self, renewals: Sequence[m.Renewal], *, lease: Micros) -> Sequence[m.Renewed]:
@@ -135,9 +134,18 @@ class Store:
     # -- the journal -------------------------------------------------------------------------------------------------------
 
     async def append(self, records: Sequence[tuple[m.Lease, m.NewRecord]]) -> Sequence[m.Appended]:
-        """See `journal.append`."""
+        """See `journal.append_plain` and `journal.append`."""
         self._weigh((text for _, record in records for text in _payloads(record)), room=RECORD_ROOM)
-        return await self._write(lambda work: journal.append(work, records))
+        if journal.changing(records):
+            return await self._write(lambda work: journal.append(work, records))
+        answers = await self._write(lambda work: journal.append_plain(work, records), once=True)
+        left = [place for place, answer in enumerate(answers) if answer is None]
+        if left:
+            rest = [records[place] for place in left]
+            told = await self._write(lambda work: journal.append(work, rest))
+            for place, answer in zip(left, told, strict=True):
+                answers[place] = answer
+        return [answer for answer in answers if answer is not None]
 
     async def history(self, run_id: str, *, scope: Scope) -> Sequence[m.StepRecord]:
         """See `journal.history`."""
