@@ -19,6 +19,8 @@ from .protocol import Store
 from .settings import SECOND, Micros
 
 BATCH = 500
+FEW = 4
+"""So few runs are read at once, without a look at their pulse before: one way to the store less between a landing and its waiter."""
 PER_RUN: Micros = 20
 """Pause between two reads for each awaited run: with thousands of them every commit would wake the hub."""
 LONGEST_PAUSE: Micros = 250_000
@@ -115,6 +117,9 @@ class Hub:
                 await self._look_at(waits[start : start + BATCH], scope)
 
     async def _look_at(self, waits: list[_Wait], scope: Scope) -> None:
+        if len(waits) <= FEW:
+            await self._read(waits, scope)
+            return
         pulses = await self._store.pulse([wait.run_id for wait in waits], scope=scope)
         ready: list[_Wait] = []
         for wait, pulse in zip(waits, pulses, strict=True):
@@ -122,14 +127,20 @@ class Hub:
                 _fail(wait, NotFound(f"run {wait.run_id} does not exist (any more)"))
             elif pulse.status.terminal if wait.before is None else pulse != wait.before:
                 ready.append(wait)
-        if not ready:
-            return
-        records = await self._store.get([wait.run_id for wait in ready], scope=scope)
-        for wait, record in zip(ready, records, strict=True):
+        if ready:
+            await self._read(ready, scope)
+
+    async def _read(self, waits: list[_Wait], scope: Scope) -> None:
+        records = await self._store.get([wait.run_id for wait in waits], scope=scope)
+        for wait, record in zip(waits, records, strict=True):
             if record is None:
                 _fail(wait, NotFound(f"run {wait.run_id} does not exist (any more)"))
-            elif (wait.before is not None or record.status.terminal) and not wait.future.done():
+            elif _has_news(wait, record) and not wait.future.done():
                 wait.future.set_result(record)
+
+
+def _has_news(wait: _Wait, record: RunRecord) -> bool:
+    return record.status.terminal if wait.before is None else pulse_of(record) != wait.before
 
 
 def pulse_of(record: RunRecord) -> Pulse:

@@ -145,7 +145,8 @@ class Claims:
     # -- claiming ---------------------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        """How many runs to ask for now. Less than a quarter of the slots is left to grow for a moment."""
+        """How many runs to ask for now. Less than a quarter of the slots is left to grow for a moment, and no claim takes more than half
+        of them: runs that begin together write together, and while the store is busy with one half the loop is with the other."""
         slots = self._host.slots
         free = slots.free
         if free <= 0:
@@ -158,7 +159,7 @@ class Claims:
                 if self._gathering is None:
                     self._gathering = asyncio.get_running_loop().call_later(left / SECOND, self._gathered)
                 return 0
-        return free
+        return min(free, max(1, slots.limit // 2))
 
     def _gathered(self) -> None:
         self._gathering = None

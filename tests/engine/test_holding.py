@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from engine.conftest import Seen, until
@@ -30,7 +31,7 @@ from durable.events import (
     RunSettled,
     RunsReclaimed,
 )
-from durable.model import ALL, ErrorKind, Renewal, Renewed, Status
+from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Renewal, Renewed, Status
 from durable.settings import SECOND
 
 declared = Registry("test_holding")
@@ -791,3 +792,23 @@ async def test_a_fault_of_the_engine_is_reported_and_hands_the_run_back_with_gro
         gate.set()
         assert await run.result() == "x"
     assert run.failures == 0
+
+
+async def test_no_claim_takes_more_than_half_of_the_slots_so_that_two_groups_of_runs_take_turns(
+    client: durable.Client,
+) -> None:
+    asked: list[int] = []
+    claim = client.store.claim
+
+    async def counted(request: ClaimRequest) -> Sequence[Claimed]:
+        asked.append(request.limit)
+        return await claim(request)
+
+    handles = [await client.start(gated, f"{n}") for n in range(10)]
+    with mock.patch.object(client.store, "claim", counted):
+        async with durable.Worker(client, functions=declared, concurrency=10):
+            await until(lambda: len([line for line in log if line.endswith("began")]) == 10, "all ten at once")
+            gate.set()
+            for handle in handles:
+                await handle.result(timeout=30)
+    assert max(asked) == 5
