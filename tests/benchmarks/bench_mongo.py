@@ -15,14 +15,13 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tools of the tests: a server to measure on
 
-from figures import CONCURRENCY, Aim, Bench, echo, engine, figures, options
+from figures import CONCURRENCY, Aim, Batches, Bench, echo, engine, figures, options
 from pymongo import AsyncMongoClient, UpdateOne
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
@@ -42,38 +41,6 @@ async def on_engine(runs: int, steps: int, profile: cProfile.Profile | None) -> 
 
 
 # -- the floor ----------------------------------------------------------------------------------------------------------------
-
-
-class Batches:
-    """What is put while the flushes are under way goes with the next one; two at once, none with two entries of one run."""
-
-    def __init__(self, send: Callable[[list[Any]], Awaitable[None]]) -> None:
-        self._send = send
-        self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def put(self, item: Any) -> asyncio.Future[None]:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, future))
-        asyncio.get_running_loop().call_soon(self._launch)
-        return future
-
-    def _launch(self) -> None:
-        if self._waiting and len(self._tasks) < 2:
-            batch, self._waiting = self._waiting, []
-            task = asyncio.create_task(self._flush(batch))
-            self._tasks.add(task)
-            task.add_done_callback(self._landed)
-
-    def _landed(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        task.result()
-        self._launch()
-
-    async def _flush(self, batch: list[tuple[Any, asyncio.Future[None]]]) -> None:
-        await self._send([item for item, _ in batch])
-        for _, future in batch:
-            future.set_result(None)
 
 
 class Floor:

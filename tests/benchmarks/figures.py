@@ -1,7 +1,7 @@
 """What the benchmarks of the stores share: the two workloads on the engine, the comparison with a floor, and the machine.
 
-`bench_sqlite.py` and `bench_mongo.py` each bring a floor: the least that a Python program with group commit does on the same store for the
-same work. W1 is runs of one step, W2 runs of ten; one worker, a hundred runs at once, in the process that measures.
+`bench_sqlite.py`, `bench_postgres.py` and `bench_mongo.py` each bring a floor: the least that a Python program with group commit does on
+the same store for the same work. W1 is runs of one step, W2 runs of ten; one worker, a hundred runs at once, in the process that measures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,39 @@ async def engine(url: str, runs: int, steps: int, profile: cProfile.Profile | No
         if profile is not None:
             profile.disable()
     return took
+
+
+class Batches:
+    """Group commit of a floor: what is put while the flushes are under way goes with the next one; two at once, none with two entries of
+    one run."""
+
+    def __init__(self, send: Callable[[list[Any]], Awaitable[None]]) -> None:
+        self._send = send
+        self._waiting: list[tuple[Any, asyncio.Future[None]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def put(self, item: Any) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        asyncio.get_running_loop().call_soon(self._launch)
+        return future
+
+    def _launch(self) -> None:
+        if self._waiting and len(self._tasks) < 2:
+            batch, self._waiting = self._waiting, []
+            task = asyncio.create_task(self._flush(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._landed)
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        task.result()
+        self._launch()
+
+    async def _flush(self, batch: list[tuple[Any, asyncio.Future[None]]]) -> None:
+        await self._send([item for item, _ in batch])
+        for _, future in batch:
+            future.set_result(None)
 
 
 @dataclasses.dataclass

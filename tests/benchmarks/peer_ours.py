@@ -14,6 +14,7 @@ import common  # type: ignore[import-not-found]  # the harness's
 from common import Peer, probe
 
 import durable
+from durable.cli.work_commands import pace_the_collector
 
 registry = durable.Registry("bench")
 
@@ -69,6 +70,8 @@ class Ours(Peer):  # type: ignore[misc]
         await self.close()
 
     def worker(self, dsn: str, concurrency: int) -> None:
+        pace_the_collector()  # as `durable worker` does
+
         async def run() -> None:
             probe.start()
             async with durable.Client(dsn) as client:
