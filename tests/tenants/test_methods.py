@@ -324,7 +324,7 @@ COMMANDS: dict[str, tuple[list[str], int | None]] = {
     "approvals answer": (["{live}", "it", "--yes"], 3),
     "signal": (["{live}", "word", '"x"'], 3),
     "explain": (["{live}"], 3),
-    "replay": (["tenants.test_methods:declared", "--run", "{dead}"], 3),
+    "replay": (["durable.cli.demo", "--run", "{dead}"], 3),
     "purge": (["--older-than", "0s"], 0),
     "audit": ([], 0),
     "queues list": ([], None),
