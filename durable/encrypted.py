@@ -372,7 +372,9 @@ class EncryptedStore:
             for one in inbox.signals
         ]
         children = [self._opened(one, END_FIELDS, lease.tenant, (one.run_id,)) for one in inbox.children]
-        return dataclasses.replace(inbox, signals=signals, children=children)
+        # It is the error with which a run lands that never had a record, so it is encrypted as one.
+        told = self._opened(inbox, ("cancel_reason",), lease.tenant, (lease.run_id,), name="error")
+        return dataclasses.replace(told, signals=signals, children=children)
 
     def _schedule(self, schedule: m.Schedule) -> m.Schedule:
         return self._shown(schedule, ("input",), schedule.tenant, (schedule.schedule_id,), name="schedule")

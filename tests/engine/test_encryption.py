@@ -126,8 +126,9 @@ async def do_everything(url: str, *keys: bytes) -> None:
         asleep = await client.start(listening, SECRET)
         await until(lambda: _suspended(client, asleep.id), "the run to sleep")
         assert await client.cancel(asleep.id, reason=f"{SECRET}-reason")
-        with pytest.raises(durable.RunCancelled):
+        with pytest.raises(durable.RunCancelled, match=f"cancelled: {SECRET}-reason$"):
             await asleep.result(timeout="30s")
+        assert f'{{"v":{{"reason":"{SECRET}-reason"}}}}' in [one.result for one in await client.journal(asleep.id)]
         waiting = await client.start(echo.using(delay="1h"), SECRET)
         assert await client.cancel(waiting.id, reason=f"{SECRET}-reason")
         assert (await waiting.refresh()).error == f"{SECRET}-reason"
