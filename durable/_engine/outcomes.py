@@ -153,9 +153,17 @@ def _outcome_of(
 
 
 def past_a_pivot(history: Sequence[StepRecord]) -> bool:
-    """A saga has passed its pivot: the run goes forward, or is left incomplete (49)."""
-    kinds = {record.kind for record in history}
-    return RecordKind.PIVOT in kinds and RecordKind.COMPENSATION in kinds
+    """A saga has passed its pivot: the run goes forward, or is left incomplete (49).
+
+    A pivot that was on its way when a branch failed, and that the body had given up, is none: what it did is undone after it, by
+    calls that were made before it was there."""
+    if not any(record.kind is RecordKind.COMPENSATION for record in history):
+        return False
+    undone = [
+        (one.seen, one.position) for one in history if one.position is not None and one.step_id.startswith("undo/")
+    ]
+    pivots = [one.position for one in history if one.position is not None and one.kind is RecordKind.PIVOT]
+    return any(not any(seen < pivot < position for seen, position in undone) for pivot in pivots)
 
 
 def given_up(run: RunRecord, history: Sequence[StepRecord], max_reclaims: int) -> Outcome | None:

@@ -58,6 +58,18 @@ async def fails_past_the_pivot(ctx: durable.Context) -> None:
 
 
 @durable.function(registry=declared)
+async def gives_its_pivot_up(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        async with (
+            asyncio.TaskGroup() as branches
+        ):  # both are recorded in one write, and the failure is delivered first
+            branches.create_task(ctx.step(fail))
+            branches.create_task(saga.pivot())
+
+
+@durable.function(registry=declared)
 async def waits(ctx: durable.Context) -> str:
     async with ctx.saga() as saga:
         await saga.compensate(unbook, "car")
@@ -183,6 +195,18 @@ async def test_a_run_that_fails_past_its_pivot_lands_forward_incomplete_and_refu
         with pytest.raises(durable.RunForwardIncomplete):
             await run.result()
         assert done == ["book car"]
+
+
+async def test_a_run_that_gave_its_pivot_up_and_has_undone_is_not_called_incomplete(client: durable.Client) -> None:
+    """(49) The failure cancels the branch of the pivot while its record is on its way: it is there, but nothing went forward."""
+    async with worker(client):
+        run = await client.start(gives_its_pivot_up)
+        with pytest.raises(durable.RunFailed):
+            await run.result()
+    kinds = [record.step_id for record in await client.store.history(run.id, scope=None)]
+    assert kinds == ["compensation:unbook", "book", "fail", "2/refuse_cancel", "undo/1"]
+    assert done == ["book car", "unbook car"]
+    assert run.status is Status.FAILED
 
 
 async def _has(client: durable.Client, run: durable.Run[Any], step_id: str) -> bool:
