@@ -1,12 +1,9 @@
-"""Who waits for what, in this process: topics (`queue:NAME`, `run:ID`) announced after a commit, and others' commits, by change streams.
+"""Who waits for what: topics (`queue:NAME`, `run:ID`) announced after a commit, and others' commits, by change streams.
 
 `connection.py` calls `announce` after each commit, `store.py` calls `wait` from any loop. A wake-up is a hint (semantics 67): nothing
 here decides anything, and losing one costs a poll interval. A stream is open only while somebody waits for what it tells: one for
 queues (runs that became claimable), one for runs (ends, wakes, progress). Each reads the whole oplog on the server, so there is one per
 process, not one per waiter. It resumes by itself after a step-down; where it can not, it is opened anew, and everybody looks once.
-
-A topic that was announced between a caller's look and its `wait` would be missed. So each announcement has a number, and a wait that
-has not seen the newest number of its topics returns at once, once.
 """
 
 from __future__ import annotations
@@ -17,14 +14,12 @@ import inspect
 import random
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-_Key = TypeVar("_Key")
+from durable.wakeups import Waiters
 
-REMEMBERED: Final = 20_000
-"""Topics whose last announcement is remembered; the oldest half is forgotten beyond that."""
 GATHER: Final = 0.003
 """Seconds in which the events of a stream are gathered before anybody is woken."""
 SPREAD: Final = 0.010
@@ -61,14 +56,9 @@ class Wakeups:
 
     def __init__(self, collection: Callable[[], Awaitable[Any]] | None) -> None:
         self._collection = collection
+        self._waiters = Waiters()
         self._lock = threading.Lock()
-        self._waiters: dict[str, dict[asyncio.Future[None], asyncio.AbstractEventLoop]] = {}
         self._streams: dict[str, _Stream] = {}
-        self._number = 0
-        self._unnamed: dict[str, int] = {QUEUE: 0, RUN: 0}
-        self._announced: dict[str, int] = {}
-        # By the hash of who waits and for what: a client that awaits a thousand runs waits for another thousand topics each time.
-        self._seen: dict[int, int] = {}
         self._closed = False
 
     @property
@@ -78,62 +68,22 @@ class Wakeups:
 
     async def wait(self, topics: Sequence[str], timeout: float) -> None:
         """Return when a topic is announced or may have news, or `timeout` seconds have passed."""
-        loop = asyncio.get_running_loop()
-        key = hash((id(loop), tuple(topics)))
-        future: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            newest = self._newest(topics)
-            if self._seen.get(key, 0) < newest:
-                self._remember(self._seen, key, newest)
-                return
-            for topic in topics:
-                self._waiters.setdefault(topic, {})[future] = loop
-        self._listen(topics)
-        timer = loop.call_later(timeout, _wake, future)
-        try:
-            await future
-        finally:
-            timer.cancel()
-            with self._lock:
-                for topic in topics:
-                    waiters = self._waiters.get(topic)
-                    if waiters is not None:
-                        waiters.pop(future, None)
-                        if not waiters:
-                            del self._waiters[topic]
-                self._remember(self._seen, key, self._newest(topics))
+        await self._waiters.wait(topics, timeout, lambda _: self._listen(topics))
 
     def announce(self, topics: Iterable[str]) -> None:
         """A commit brought news of these topics; `queue:` alone is any queue."""
-        topics = set(topics)
-        if QUEUE in topics:
-            topics.discard(QUEUE)
+        named = set(topics)
+        if QUEUE in named:
             self.announce_all(QUEUE)
-        woken: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        with self._lock:
-            self._number += 1
-            for topic in topics:
-                self._remember(self._announced, topic, self._number)
-                for future, loop in self._waiters.get(topic, {}).items():
-                    woken.setdefault(loop, []).append(future)
-        self._deliver(woken)
+        self._waiters.announce(named - {QUEUE})
 
     def announce_all(self, kind: str) -> None:
         """Any topic of this kind may have news."""
-        woken: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        with self._lock:
-            self._number += 1
-            self._unnamed[kind] = self._number
-            for topic, waiters in self._waiters.items():
-                if topic.startswith(kind):
-                    for future, loop in waiters.items():
-                        woken.setdefault(loop, []).append(future)
-        self._deliver(woken)
+        self._waiters.announce_all(kind)
 
     def awaited(self, kind: str) -> bool:
         """Whether somebody waits for a topic of this kind."""
-        with self._lock:
-            return any(topic.startswith(kind) for topic in self._waiters)
+        return self._waiters.awaited(kind)
 
     async def close(self) -> None:
         """End the streams. Waiters are left to their time-outs."""
@@ -155,27 +105,6 @@ class Wakeups:
                         continue
                     stream = self._streams[kind] = _Stream(self, kind, self._collection, loop)
                 stream.start()
-
-    def _newest(self, topics: Sequence[str]) -> int:
-        named = max((self._announced.get(topic, 0) for topic in topics), default=0)
-        return max(named, *(self._unnamed[topic.partition(":")[0] + ":"] for topic in topics if ":" in topic), 0)
-
-    @staticmethod
-    def _remember(table: dict[_Key, int], key: _Key, number: int) -> None:
-        table.pop(key, None)  # to the end: the order of the dict is the order of announcements
-        table[key] = number
-        if len(table) > REMEMBERED:
-            for old in list(table)[: REMEMBERED // 2]:
-                del table[old]
-
-    @staticmethod
-    def _deliver(woken: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]]) -> None:
-        for loop, futures in woken.items():
-            try:
-                loop.call_soon_threadsafe(_wake_all, futures)
-            except RuntimeError:
-                if not loop.is_closed():
-                    raise  # a closed loop has no waiters any more; anything else is ours to know
 
 
 class _Stream:
@@ -282,16 +211,6 @@ def _buffered(stream: Any) -> bool:
     """Whether the next event is here already: another one is not waited for while waiters are."""
     cursor = getattr(stream, "_cursor", None)
     return bool(getattr(cursor, "_data", None))
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _wake_all(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        _wake(future)
 
 
 __all__ = ["QUEUE", "RUN", "Wakeups"]

@@ -4,9 +4,6 @@
 told after the commit, at once in this process, and to others by one NOTIFY for many topics, at most one in a few milliseconds, in a
 transaction of its own that nobody waits for. One connection past any pooler listens for each event loop that waits; when it is lost,
 everybody is woken, it comes back with a growing pause, and until then polling goes on.
-
-A topic that was announced between a caller's look and its `wait` would be missed. So each announcement has a number, and a wait
-that has not seen the newest number of its topics returns at once, once.
 """
 
 from __future__ import annotations
@@ -14,23 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
 from durable.errors import DurableError
+from durable.wakeups import Waiters
 
 from .connection import Database
 from .operation import Operation, Row, Work, rows
 
-_Key = TypeVar("_Key")
 log = logging.getLogger("durable.postgres")
 
-REMEMBERED: Final = 20_000
-"""Topics whose last announcement is remembered; the oldest half is forgotten beyond that."""
 THROTTLE: Final = 0.005
 """Seconds between two notifications of one process (an idle one sends at once)."""
 PAYLOAD: Final = 7_900
@@ -38,7 +32,6 @@ PAYLOAD: Final = 7_900
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
 NOTIFY: Final = "SELECT pg_notify($1, p) FROM unnest($2::text[]) AS p"
-_Woken = dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]]
 
 
 class Wakeups:
@@ -46,13 +39,7 @@ class Wakeups:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._lock = threading.Lock()
-        self._waiters: dict[str, dict[asyncio.Future[None], asyncio.AbstractEventLoop]] = {}
-        self._number = 0
-        self._foreign = 0
-        self._announced: dict[str, int] = {}
-        # By the hash of who waits and for what: a client that awaits a thousand runs waits for another thousand topics each time.
-        self._seen: dict[int, int] = {}
+        self._waiters = Waiters()
         self._listeners: dict[asyncio.AbstractEventLoop, _Listener] = {}
         self._senders: dict[asyncio.AbstractEventLoop, _Sender] = {}
 
@@ -61,28 +48,7 @@ class Wakeups:
         loop = asyncio.get_running_loop()
         if self._database.address.listen:
             self._listen(loop)
-        key = hash((id(loop), tuple(topics)))
-        future: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            newest = self._newest(topics)
-            if self._seen.get(key, 0) < newest:
-                self._remember(self._seen, key, newest)
-                return
-            for topic in topics:
-                self._waiters.setdefault(topic, {})[future] = loop
-        timer = loop.call_later(timeout, _wake, future)
-        try:
-            await future
-        finally:
-            timer.cancel()
-            with self._lock:
-                for topic in topics:
-                    waiters = self._waiters.get(topic)
-                    if waiters is not None:
-                        waiters.pop(future, None)
-                        if not waiters:
-                            del self._waiters[topic]
-                self._remember(self._seen, key, self._newest(topics))
+        await self._waiters.wait(topics, timeout)
 
     def announce(self, topics: Iterable[str]) -> None:
         """A commit of this process brought news: tell the waiters here at once, and the other processes soon. On the loop of the call."""
@@ -96,25 +62,11 @@ class Wakeups:
 
     def hear(self, topics: Iterable[str]) -> None:
         """Somebody announced these."""
-        woken: _Woken = {}
-        with self._lock:
-            self._number += 1
-            for topic in topics:
-                self._remember(self._announced, topic, self._number)
-                for future, loop in self._waiters.get(topic, {}).items():
-                    woken.setdefault(loop, []).append(future)
-        _deliver(woken)
+        self._waiters.announce(topics)
 
     def anything(self) -> None:
         """Notifications may have been missed: anything may be new."""
-        woken: _Woken = {}
-        with self._lock:
-            self._number += 1
-            self._foreign = self._number
-            for waiters in self._waiters.values():
-                for future, loop in waiters.items():
-                    woken.setdefault(loop, []).append(future)
-        _deliver(woken)
+        self._waiters.announce_all()
 
     async def close(self) -> None:
         """End what listens and what sends."""
@@ -134,17 +86,6 @@ class Wakeups:
             for ended in [other for other in self._listeners if other.is_closed()]:
                 self._listeners.pop(ended).let_go()
             self._listeners[loop] = _Listener(self._database, self)
-
-    def _newest(self, topics: Sequence[str]) -> int:
-        return max(self._foreign, max((self._announced.get(topic, 0) for topic in topics), default=0))
-
-    @staticmethod
-    def _remember(table: dict[_Key, int], key: _Key, number: int) -> None:
-        table.pop(key, None)  # to the end: the order of the dict is the order of announcements
-        table[key] = number
-        if len(table) > REMEMBERED:
-            for old in list(table)[: REMEMBERED // 2]:
-                del table[old]
 
 
 class _Sender:
@@ -252,25 +193,6 @@ async def _on(
         await close()
     elif loop.is_running():
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(close(), loop))
-
-
-def _deliver(woken: _Woken) -> None:
-    for loop, futures in woken.items():
-        try:
-            loop.call_soon_threadsafe(_wake_all, futures)
-        except RuntimeError:
-            if not loop.is_closed():
-                raise  # a closed loop has no waiters any more; anything else is ours to know
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _wake_all(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        _wake(future)
 
 
 __all__ = ["Wakeups"]

@@ -15,7 +15,7 @@ import pytest
 from durable.model import ALL, Completed
 from durable.settings import SECOND, Settings
 from durable.testing.conformance.scenario import Scene, new_run
-from durable_sqlite import Store, backend, wakeups
+from durable_sqlite import Store, backend
 
 LONG = 3600 * SECOND
 """Longer than any test runs: who returns was woken."""
@@ -84,8 +84,8 @@ async def test_news_of_other_topics_wakes_nobody(tmp_path: Path) -> None:
 
 async def test_a_wait_ends_by_itself_and_leaves_nothing_behind(store: Store) -> None:
     await store.wait(["queue:default"], 1)
-    found = store._database.core.wakeups
-    assert (found._waiting, found._waiters) == (0, {})
+    found = store._database.core.wakeups._waiters
+    assert (found.waiting, found._waiters) == (0, {})
 
 
 async def test_a_commit_of_another_process_wakes(tmp_path: Path) -> None:
@@ -131,15 +131,6 @@ async def test_a_thread_s_loop_wakes_a_waiter_of_another_loop(store: Store) -> N
 
 async def _enqueue(store: Store) -> None:
     await store.enqueue([new_run()])
-
-
-def test_the_memory_for_announcements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wakeups, "REMEMBERED", 100)
-    found = wakeups.Wakeups(lambda: None)
-    for number in range(1_000):
-        found.announce([f"run:{number}"])
-    assert len(found._announced) <= 100
-    assert "run:999" in found._announced
 
 
 class Topic(str):
