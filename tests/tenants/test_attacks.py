@@ -69,7 +69,7 @@ TEXTS = [
     "x" * 200,
 ]
 REFUSED = ["", " ", "\0", "a\0b", "\ud800", "x" * 10_000]
-NOT_TEXT: list[Any] = [None, 0, 1.5, True, b"bytes", {"$gt": ""}, ["a"], {"$where": "1"}, uuid.UUID(int=0), object()]
+NOT_TEXT: list[Any] = [None, 0, 1.5, True, b"bytes", {"$gt": ""}, ["a"], {"$where": "1"}, uuid.UUID(int=0), object]
 TYPED = (durable.DurableError, TypeError, ValueError)
 WORD = durable.Signal("word", str)
 
