@@ -248,12 +248,22 @@ class Execution:
         assert timeout is not None
         position = -1
 
+        def unwanted() -> bool:
+            call.stopping = call.done() or host.over  # while it was being recorded nobody could stop it
+            return call.stopping
+
         async def work(connection: Any) -> NewRecord:
             nonlocal position
+            if position >= 0:  # it met another transaction, was rolled back, and the store calls this once more
+                host.journal.give_up(position)
+                position = -1
+                call.recording = False
+                if unwanted():
+                    raise asyncio.CancelledError
             error = await self._attempt(call, plan, (connection,))
             if error is not None:
                 raise error
-            if call.done() or host.over:
+            if unwanted():
                 raise asyncio.CancelledError
             position = host.journal.assign()
             call.recording = True

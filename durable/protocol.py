@@ -219,7 +219,8 @@ class StepJournal(Protocol):
         timeout: Micros,
     ) -> Appended:
         """Exactly once: call `work` with the store's native connection; what it writes and the record that it returns commit
-        together, the fence checked last by a write or lock that holds until the commit (26).
+        together, the fence checked last by a write or lock that holds until the commit (26). A store that was made to roll back by
+        another transaction may call `work` once more.
 
         If `work` raises, nothing is left and its error passes through. A fence that is gone leaves nothing: `lost`. A record that
         is there already: `work` is not called, or its writes are undone, and the stored record is returned: `recorded`.

@@ -589,6 +589,56 @@ async def test_a_transaction_is_tried_again_by_its_policy_and_each_failed_attemp
     assert (played.value, played.ids, tries) == (5, ["credit", "credit@1"], [5, 5])
 
 
+async def test_a_transaction_that_the_store_calls_again_is_recorded_and_delivered_once() -> None:
+    """(19, 26) What it had when it was rolled back holds nothing up: neither its own record nor those of other branches."""
+
+    async def credit(connection: str, cents: int) -> int:
+        ran.append(cents)
+        return cents + len(ran)
+
+    async def body(ctx: Context) -> list[int]:
+        both = await asyncio.gather(ctx.transaction(credit, 10), ctx.step(work, 1))
+        return [*both, await ctx.step(work, 2)]
+
+    stage = Stage()
+    stage.conflicts = 2
+    played = await play(body, stage=stage)
+    assert played.value == [13, 1, 2]
+    assert sorted(ran) == [1, 2, 10, 10, 10]
+    assert (await play(body, history=played.records)).value == [13, 1, 2]
+
+
+async def test_a_transaction_that_was_given_up_is_not_called_again() -> None:
+    """(26, R12) The body gave it up after its first call, while that was rolled back."""
+    being_written, rolled_back, given_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def credit(connection: str) -> int:
+        ran.append("credit")
+        await being_written.wait()  # the record of the step comes first
+        return 1
+
+    async def body(ctx: Context) -> str:
+        paying = asyncio.ensure_future(ctx.transaction(credit))
+        await ctx.step(work, 1)
+        paying.cancel()
+        given_up.set()
+        return str(await ctx.step(work, 2))
+
+    async def conflict() -> None:
+        rolled_back.set()
+        await given_up.wait()
+
+    async def in_order(record: NewRecord) -> None:
+        being_written.set()
+        await rolled_back.wait()
+
+    stage = Stage()
+    stage.conflicts, stage.on_conflict, stage.on_append = 1, conflict, in_order
+    played = await play(body, stage=stage)
+    assert (played.value, played.ids) == ("2", ["work", "work#2"])
+    assert sorted(map(str, ran)) == ["1", "2", "credit"]
+
+
 async def test_a_transaction_over_its_time_is_a_recorded_failure() -> None:
     async def slow(connection: str) -> None:
         await asyncio.Event().wait()

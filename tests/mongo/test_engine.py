@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -78,3 +79,40 @@ def test_the_blocking_client_works_through_its_own_loop(room: Room) -> None:
         run = client.start(whole, 1)
         assert client.get(run.id).status == "pending"
         assert run.cancel()
+
+
+async def hear(session: Any, database: str, run_id: str) -> int:
+    """In its first call somebody sends its run a signal: the commit meets that, and MongoDB rolls all of it back."""
+    rows = session.client[database]["caller_row"]
+    if not heard:
+        heard.append(run_id)
+        async with durable.Client(room_url[0], settings=SETTINGS) as other:
+            await rows.insert_one({"text": "rolled back"}, session=session)
+            await other.signal(run_id, go, 7)
+    await rows.insert_one({"text": "heard"}, session=session)
+    return 1
+
+
+heard: list[str] = []
+room_url: list[str] = []
+
+
+@durable.function(registry=declared)
+async def hearing(ctx: durable.Context, database: str) -> list[int]:
+    both = await asyncio.gather(ctx.transaction(hear, database, ctx.run_id), ctx.wait_signal(go))
+    return [*both, await ctx.step(add, 1, 1)]
+
+
+@pytest.mark.timeout(180)
+async def test_a_run_goes_on_after_a_transaction_that_was_rolled_back_and_called_again(room: Room) -> None:
+    """(19, 26) The record of the first call was never there: it holds nothing up."""
+    room.empty()
+    heard.clear()
+    room_url[:] = [room.url]
+    async with (
+        durable.Client(room.url, settings=SETTINGS) as client,
+        durable.Worker(client, functions=[hearing]),
+    ):
+        run = await client.start(hearing, room.name)
+        assert await run.result(timeout=60) == [1, 7, 2]
+    assert room.caller_rows() == ["heard"]

@@ -67,6 +67,9 @@ class Stage:
         self.slots: list[str] = []
         self.activation: Activation | None = None
         self.on_append: Callable[[NewRecord], Awaitable[None]] | None = None
+        self.conflicts = 0
+        """How often a transaction meets another one at its commit, is rolled back and called again."""
+        self.on_conflict: Callable[[], Awaitable[None]] | None = None
         self.frozen = False
         """True: nothing wakes a run at rest."""
 
@@ -100,6 +103,10 @@ class Stage:
 
     async def transaction(self, work: Callable[[Any], Awaitable[NewRecord]], timeout: int) -> StepRecord:
         async with asyncio.timeout(timeout / SECOND):
+            for _ in range(self.conflicts):
+                await work("connection")
+                if self.on_conflict is not None:
+                    await self.on_conflict()
             return self._keep(await work("connection"))
 
     async def inbox(self) -> Inbox:
