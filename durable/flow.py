@@ -25,6 +25,9 @@ TENANT: Final = "tenant"
 KINDS: Final = ("queue", "function", "key", "share")
 SPREAD: Final = ("key", "share")
 """Kinds whose row stands for many scopes: one per concurrency key, or per tenant."""
+ALONE: Final = "alone"
+SEQUENCE: Final = "sequence"
+"""What `blocked_on` says where it is no scope: the run is taken by a worker that holds no other (15), or waits for its turn (75)."""
 
 
 # -- texts ----------------------------------------------------------------------------------------------------------------
@@ -158,8 +161,10 @@ def dealt(hands: Sequence[Sequence[T]], room: int) -> list[T]:
 
 
 __all__ = [
+    "ALONE",
     "EVERYBODY",
     "KINDS",
+    "SEQUENCE",
     "SPREAD",
     "TENANT",
     "Turns",

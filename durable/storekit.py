@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from .errors import ConfigurationError, Conflict, SchemaMismatch
+from .errors import ConfigurationError, Conflict, NotFound, SchemaMismatch
 from .model import ALL, ErrorKind, Instant, Names, Page, RunRecord, Scope, Status
 
 RECORD_ROOM = 1 << 20
@@ -130,6 +130,11 @@ def given_key(stored: str) -> str:
 def within(tenant: UUID | None, scope: Scope) -> bool:
     """May a call of this scope touch a row of this tenant (57)? None is the untagged rows, never everybody's (59)."""
     return scope is ALL or tenant == scope
+
+
+def unknown_run(run_id: str) -> NotFound:
+    """For a run that is not there, or is another tenant's: the two are told alike (57)."""
+    return NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
 
 
 # -- cursors ------------------------------------------------------------------------------------------------------------
@@ -318,5 +323,6 @@ __all__ = [
     "stored_key",
     "tenant_of",
     "tenant_text",
+    "unknown_run",
     "within",
 ]

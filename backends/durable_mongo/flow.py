@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from durable import flow as texts
-from durable.flow import EVERYBODY, owner_of, rule_id, rule_of, scope_text, split
+from durable.flow import ALONE, EVERYBODY, SEQUENCE, owner_of, rule_id, rule_of, scope_text, split
 from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
 from .changes import change, only_if
@@ -24,8 +24,6 @@ from .operation import Change, Document, Where, Work
 from .rows import dated, instant, of_scope, sees
 from .times import stored
 
-ALONE: Final = "alone"
-SEQUENCE: Final = "sequence"
 RELEASE_BATCH: Final = 1_000
 """Runs that one change of a row releases at the most; the net releases the rest."""
 _FIRST: Final = (("priority", -1), ("submitted", 1), ("_id", 1))

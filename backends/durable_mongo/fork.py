@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import RecordKind, RunRecord, Scope
+from durable.storekit import unknown_run
 
 from . import enqueue, flow, landing
 from .operation import Document, Work
@@ -47,7 +48,7 @@ async def fork(work: Work, run_id: str, scope: Scope, new_run_id: str, from_step
             f"run {new_run_id} is there already and is no fork of {run_id}", hint="choose a new id for the fork"
         )
     if origin is None or not visible(origin, scope):
-        raise NotFound(f"there is no run {run_id}")
+        raise unknown_run(run_id)
     if made is not None:
         raise Conflict(f"the id {new_run_id} is taken", hint="choose a new id for the fork")
     enqueue.check_id(new_run_id)

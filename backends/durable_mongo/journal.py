@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from pymongo.errors import PyMongoError
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import Appended, Lease, NewRecord, RecordKind, Scope, StepRecord
+from durable.storekit import unknown_run
 
 from . import enqueue, faults
 from .changes import Stage, change
@@ -95,7 +96,7 @@ async def history(work: Work, run_id: str, scope: Scope) -> list[StepRecord]:
     """The journal by position, attempt rows last. Raises NotFound."""
     row = await work.first("durable_run", {"_id": run_id}, fields=["tenant_id", "purging_at"])
     if not visible(row, scope):
-        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(run_id)
     return in_order(await work.find("durable_step", belonging_to(run_id)))
 
 

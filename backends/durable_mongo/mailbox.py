@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import ChildEnd, Inbox, Lease, NewSignal, Scope, Signal, Status
+from durable.storekit import unknown_run
 
 from .changes import ENDED, IS_ENDED, IS_LIVE, change, only_if, plus
 from .journal import mark_of
@@ -26,7 +27,7 @@ async def send(work: Work, signal: NewSignal, scope: Scope) -> int:
     fields = ("status", "tenant_id", "queue", "wake_seq", "purging_at")
     row = await work.first("durable_run", {"_id": signal.run_id}, fields=fields)
     if row is None or not visible(row, scope):
-        raise NotFound(f"there is no run {signal.run_id}")
+        raise unknown_run(signal.run_id)
     key = f"{signal.run_id}/{signal.dedup_id}"
     before = await work.first("durable_signal", {"_id": key}, fields=["seq"])
     if before is not None:
@@ -62,7 +63,7 @@ async def signals(work: Work, run_id: str, scope: Scope) -> list[Signal]:
     """Every signal that is kept of a run, by seq. Raises NotFound."""
     row = await work.first("durable_run", {"_id": run_id}, fields=["tenant_id", "purging_at"])
     if not visible(row, scope):
-        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(run_id)
     rows = await work.find("durable_signal", belonging_to(run_id))
     return [_signal(one) for one in sorted(rows, key=lambda one: int(one["seq"]))]
 
@@ -75,7 +76,15 @@ async def inbox(work: Work, leases: Sequence[Lease]) -> list[Inbox | None]:
     """For each lease what came from outside and no record holds; None where the fence is gone. The counters are read first: what comes
     after that is a wake that the suspension does not match (31)."""
     where = {"_id": {"$in": [lease.run_id for lease in leases]}, "mark": {"$in": [mark_of(lease) for lease in leases]}}
-    fields = ("mark", "tenant_id", "wake_seq", "cancel_requested_at", "cancel_refused_at", "cancel_reason", "has_children")
+    fields = (
+        "mark",
+        "tenant_id",
+        "wake_seq",
+        "cancel_requested_at",
+        "cancel_refused_at",
+        "cancel_reason",
+        "has_children",
+    )
     rows = await work.find("durable_run", {**where, "status": "running"}, fields=fields)
     by_mark = {row["mark"]: row for row in rows}
     boxes = await asyncio.gather(*(_inbox(work, row) for row in rows))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import ErrorKind, RecordKind, RunRecord, Scope, Status
+from durable.storekit import unknown_run
 
 from . import flow, landing, removal
 from .changes import ENDED, change, only_if
@@ -25,7 +26,7 @@ async def retry(work: Work, run_id: str, scope: Scope, attempts: int, extra_atte
     """Take the run back to pending; the run as it stands then. A run that has moved on since `attempts` is returned as it is."""
     run = await _read(work, run_id)
     if run is None or not visible(run, scope):
-        raise NotFound(f"there is no run {run_id}")
+        raise unknown_run(run_id)
     if run["attempts"] != attempts or (run["status"] == Status.PENDING and run.get("claim_token") == OPERATOR):
         return run_record(run)
     nodes = await _failed_nodes(work, run)

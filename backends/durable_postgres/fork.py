@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import RecordKind, RunRecord, Scope
-from durable.storekit import within
+from durable.storekit import unknown_run, within
 
 from . import flow
 from .operation import Again, Ask, Operation, Row, Work, first, together
@@ -54,7 +54,7 @@ def fork(work: Work, run_id: str, scope: Scope, new_run_id: str, from_step: int 
             f"run {new_run_id} is there already and is no fork of {run_id}", hint="choose a new id for the fork"
         )
     if origin is None or not within(origin.tenant, scope):
-        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(run_id)
     if made is not None:
         raise Conflict(f"the id {new_run_id} is taken", hint="choose a new id for the fork")
     kept = _kept(journal, run_id, from_step)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import Appended, Lease, NewRecord, RecordKind, Scope, StepRecord
+from durable.storekit import unknown_run
 
 from . import enqueue
 from .adapting import At, at
@@ -105,7 +106,7 @@ def history(work: Work, run_id: str, scope: Scope) -> Operation[list[StepRecord]
     """The journal by position, attempt rows last. Raises NotFound."""
     visible, found = yield from together(Ask(VISIBLE, (*of_scope(scope), run_id)), Ask(HISTORY, (run_id,)))
     if not visible:
-        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(run_id)
     return [step_record(row) for row in found]
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import TERMINAL, ChildEnd, Inbox, Lease, NewSignal, Scope, Signal, Status
-from durable.storekit import within
+from durable.storekit import unknown_run, within
 
 from .operation import Ask, Operation, Row, Work, first, rows, together
 from .rows import IN_SCOPE, RUNNING, of_scope
@@ -62,7 +62,7 @@ def send(work: Work, signal: NewSignal, scope: Scope) -> Operation[int]:
     """Store a signal and wake its run; the signal's seq. Sent before with this dedup id: the first one's seq, and nothing is done."""
     row = yield from first(TARGET, signal.run_id, signal.dedup_id)
     if row is None or not within(row[1], scope):
-        raise NotFound(f"there is no run {signal.run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(signal.run_id)
     status, _, queue, seq = row
     if seq is None:  # looked for again now that the run is locked: whoever sent it meanwhile has committed
         before = yield from first(SENT_BEFORE, signal.run_id, signal.dedup_id)
@@ -85,7 +85,7 @@ def signals(work: Work, run_id: str, scope: Scope) -> Operation[list[Signal]]:
     """Every signal that is kept of a run, by seq. Raises NotFound."""
     visible, found = yield from together(Ask(VISIBLE, (*of_scope(scope), run_id)), Ask(KEPT, (run_id,)))
     if not visible:
-        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(run_id)
     return [Signal(name=name, seq=seq, payload=payload, at=instant) for name, seq, payload, instant in found]
 
 

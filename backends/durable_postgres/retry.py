@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import TERMINAL, ErrorKind, RecordKind, RunRecord, Scope, Status
-from durable.storekit import within
+from durable.storekit import unknown_run, within
 
 from . import flow, locks, removal
 from .operation import Operation, Row, Work, count, first, rows
@@ -79,7 +79,7 @@ def retry(work: Work, run_id: str, scope: Scope, attempts: int, extra_attempts: 
     yield from locks.family([run_id])
     run, positions = yield from _read(run_id)
     if run is None or not within(run.tenant, scope):
-        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(run_id)
     if run.attempts != attempts or (run.status is Status.PENDING and run.lease_owner == OPERATOR):
         return run
     yield from _refuse(run)

@@ -17,15 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from durable import flow as texts
-from durable.flow import EVERYBODY, owner_of, rule_id, rule_of, scope_text, scopes_of, split
+from durable.flow import ALONE, EVERYBODY, SEQUENCE, owner_of, rule_id, rule_of, scope_text, scopes_of, split
 from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
 from . import scopes
 from .connection import announce
 from .rows import of_scope
 
-ALONE: Final = "alone"
-SEQUENCE: Final = "sequence"
 RELEASE_BATCH: Final = 1_000
 """Runs that one change of a row releases at the most; the net releases the rest."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import sqlite3
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import Instant, RecordKind, RunRecord, Scope
-from durable.storekit import tenant_text, within
+from durable.storekit import tenant_text, unknown_run, within
 
 from . import flow
 from .connection import announce
@@ -50,7 +50,7 @@ def fork(
             f"run {new_run_id} is there already and is no fork of {run_id}", hint="choose a new id for the fork"
         )
     if origin is None or not within(origin.tenant, scope):
-        raise NotFound(f"there is no run {run_id}")
+        raise unknown_run(run_id)
     if made is not None:
         raise Conflict(f"the id {new_run_id} is taken", hint="choose a new id for the fork")
     kept = _kept(con, run_id, from_step)

@@ -11,8 +11,9 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, Final
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import Appended, Instant, Lease, NewRecord, RecordKind, Scope, StepRecord
+from durable.storekit import unknown_run
 
 from . import enqueue
 from .connection import announce
@@ -70,7 +71,7 @@ def _append(con: sqlite3.Connection, now: Instant, records: Sequence[tuple[Lease
 def history(con: sqlite3.Connection, run_id: str, scope: Scope) -> list[StepRecord]:
     """The journal by position, attempt rows last. Raises NotFound."""
     if con.execute(VISIBLE, (run_id, *of_scope(scope))).fetchone() is None:
-        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(run_id)
     return [step_record(row) for row in con.execute(HISTORY, (run_id,))]
 
 

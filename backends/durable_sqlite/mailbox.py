@@ -7,8 +7,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import TERMINAL, ChildEnd, Inbox, Instant, Lease, NewSignal, Scope, Signal, Status
+from durable.storekit import unknown_run
 
 from . import scopes
 from .connection import announce
@@ -55,7 +56,7 @@ def send(con: sqlite3.Connection, now: Instant, signal: NewSignal, scope: Scope)
     """Store a signal and wake its run; the signal's seq. Sent before with this dedup id: the first one's seq, and nothing is done."""
     row = con.execute(TARGET, (signal.run_id,)).fetchone()
     if row is None or not scopes.sees(scope, row[1]):
-        raise NotFound(f"there is no run {signal.run_id}")
+        raise unknown_run(signal.run_id)
     before = con.execute(SENT_BEFORE, (signal.run_id, signal.dedup_id)).fetchone()
     if before is not None:
         return int(before[0])
@@ -74,7 +75,7 @@ def send(con: sqlite3.Connection, now: Instant, signal: NewSignal, scope: Scope)
 def signals(con: sqlite3.Connection, now: Instant, run_id: str, scope: Scope) -> list[Signal]:
     """Every signal that is kept of a run, by seq. Raises NotFound."""
     if con.execute(VISIBLE, (run_id, *of_scope(scope))).fetchone() is None:
-        raise NotFound(f"there is no run {run_id}", hint="check the id; a run is visible to its own tenant only")
+        raise unknown_run(run_id)
     return [
         Signal(name=name, seq=seq, payload=payload, at=at) for name, seq, payload, at in con.execute(KEPT, (run_id,))
     ]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import sqlite3
 
-from durable.errors import Conflict, NotFound
+from durable.errors import Conflict
 from durable.model import TERMINAL, ErrorKind, Instant, RecordKind, RunRecord, Scope, Status
-from durable.storekit import within
+from durable.storekit import unknown_run, within
 
 from . import flow, removal
 from .connection import announce
@@ -74,7 +74,7 @@ def retry(
     """Take the run back to pending; the run as it stands then. A run that has moved on since `attempts` is returned as it is."""
     run = _read(con, run_id)
     if run is None or not within(run.tenant, scope):
-        raise NotFound(f"there is no run {run_id}")
+        raise unknown_run(run_id)
     if run.attempts != attempts or (run.status is Status.PENDING and run.lease_owner == OPERATOR):
         return run
     nodes = _failed_nodes(con, run)
