@@ -8,10 +8,12 @@ refusal leaves a caller's transaction as it was. It announces ready queues and w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from durable import enqueue as shared
+from durable.enqueue import KEY_LENGTH, asked_start, check_function, check_keys, join_key, joined_start
 from durable.errors import Conflict, NotFound
 from durable.model import Disposition, ErrorKind, Failure, Instant, NewRun, Status, Submitted
 
@@ -20,9 +22,6 @@ from .changes import ENDED, READY
 from .operation import Change, Document, Where, Work
 from .rows import dated, instant, route, run_record, stored_key, tenant_text
 from .times import cut, cut_up, stored, stored_not_before
-
-KEY_LENGTH: Final = 1_024
-"""Longest key: the same on every store."""
 
 
 class Purging(Exception):
@@ -88,13 +87,9 @@ async def enqueue(work: Work, runs: Sequence[NewRun]) -> list[Submitted]:
     return answers
 
 
-def effective_start(now: Instant, at: Instant | None, deadline_at: Instant | None) -> Instant | None:
-    """When a run is claimable: never later than its deadline (12); what is past is now, and now is None."""
-    if at is not None:
-        at = cut_up(at)
-        if deadline_at is not None:
-            at = min(at, deadline_at)
-    return None if at is None or at <= now else at
+def effective_start(now: Instant, start: Instant | None, deadline_at: Instant | None) -> Instant | None:
+    """See `durable.enqueue.effective_start`; a start is stored no earlier than it was asked for."""
+    return shared.effective_start(now, None if start is None else cut_up(start), deadline_at)
 
 
 class _Batch:
@@ -196,11 +191,7 @@ class _Batch:
         return self._create(run, key), "created"
 
     def _existing(self, run: NewRun, found: Document, what: str, key: str) -> Document:
-        if found["name"] != run.name:
-            raise Conflict(
-                f"the {what} key {key!r} belongs to a run of {found['name']!r}, not of {run.name!r}",
-                hint="use another key; a common way is to begin it with the function's name",
-            )
+        check_function(run, found["name"], what, key)
         return found
 
     def _coalesce(self, run: NewRun, key: str | None) -> Document | None:
@@ -212,13 +203,10 @@ class _Batch:
         if waiting is None:
             return None
         self._existing(run, waiting, "coalesce", run.coalesce_key)
-        start = _start(self.now, run)
         standing = instant(waiting, "available_at")
         standing = instant(waiting, "release_at") if standing is None else standing
-        if run.on_coalesce == "replace" and run.max_delay is not None:
-            wanted = None if start is None else min(start, (instant(waiting, "created_at") or 0) + run.max_delay)
-        else:
-            wanted = None if start is None or standing is None else min(start, standing)
+        created_at = instant(waiting, "created_at") or 0
+        wanted = joined_start(self.now, run, created_at=created_at, available_at=standing)
         available_at = effective_start(self.now, wanted, instant(waiting, "deadline_at"))
         waiting.pop("available_at", None)
         if available_at is not None:
@@ -343,12 +331,7 @@ def _join(row: Document) -> Change:
 
 def check(run: NewRun) -> None:
     """Refuse what can not be stored or found again. Raises Conflict."""
-    for what in ("idempotency_key", "coalesce_key", "sequence_key", "concurrency_key"):
-        key = getattr(run, what)
-        if key is not None and not 0 < len(key) <= KEY_LENGTH:
-            raise Conflict(
-                f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones"
-            )
+    check_keys(run)
     check_id(run.run_id)
 
 
@@ -356,11 +339,6 @@ def check_id(run_id: str) -> None:
     """Refuse an id under which nothing could be stored: what belongs to a run lies in the range of `_id` that begins with its id."""
     if not run_id or "/" in run_id or len(run_id) > KEY_LENGTH:
         raise Conflict(f"{run_id!r} can not be the id of a run", hint="let the SDK make the id; it has no slash")
-
-
-def join_key(run: NewRun) -> str:
-    """The engine's own key under which a join is remembered: its run id names no row, and the submit may be repeated (34, 42)."""
-    return stored_key(run.tenant, f"~join:{run.run_id}")
 
 
 def _key_rows(run: NewRun) -> list[Document]:
@@ -382,20 +360,12 @@ def _earliest(instants: Iterable[Instant]) -> Instant | None:
     return min(instants, default=None)
 
 
-def _start(now: Instant, run: NewRun) -> Instant | None:
-    """The later one of delay and stated start; None where neither was given."""
-    starts = [] if run.delay is None else [now + run.delay]
-    if run.start_at is not None:
-        starts.append(run.start_at)
-    return max(starts, default=None)
-
-
 def _document(
     now: Instant, run: NewRun, submitted: int, deadline_at: Instant | None, *, wake_after: int = 0
 ) -> Document:
     """A new run as it is stored."""
     tenant_id = tenant_text(run.tenant)
-    available_at = effective_start(now, _start(now, run), deadline_at)
+    available_at = effective_start(now, asked_start(now, run), deadline_at)
     document: Document = {
         "_id": run.run_id,
         "name": run.name,

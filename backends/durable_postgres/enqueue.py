@@ -12,18 +12,23 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from durable.enqueue import (
+    asked_start,
+    check_function,
+    check_keys,
+    created_run,
+    effective_start,
+    join_key,
+    joined_start,
+)
 from durable.errors import Conflict, NotFound
 from durable.model import TERMINAL, ErrorKind, Failure, Instant, Json, NewRun, RunRecord, Status, Submitted
 from durable.settings import Micros
-from durable.storekit import maker
 
 from . import flow, landing, locks
 from .adapting import at, span
 from .operation import Again, Ask, Last, Operation, Row, Work, rows, together
 from .rows import RUN_COLUMNS, run_record, stored_key
-
-KEY_LENGTH: Final = 1_024
-"""Longest key: the same on every store."""
 
 BY_ID: Final = f"SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE r.run_id = ANY ($1::text[])"
 # A run that others depend on must not land between this look and our commit, unseen.
@@ -77,15 +82,8 @@ def enqueue(work: Work, runs: Sequence[NewRun], *, last: bool = False) -> Operat
     """One answer per run, in order; all or none. Raises Conflict or NotFound before anything is kept. `last`: the transaction has
     nothing else to do."""
     for run in runs:
-        _check(run)
+        check_keys(run)
     return (yield from _Batch(work, runs, last).submit())
-
-
-def effective_start(now: Instant, instant: Instant | None, deadline_at: Instant | None) -> Instant | None:
-    """When a run is claimable: never later than its deadline (12); what is past is now, and now is NULL."""
-    if instant is not None and deadline_at is not None:
-        instant = min(instant, deadline_at)
-    return None if instant is None or instant <= now else instant
 
 
 @dataclasses.dataclass(slots=True)
@@ -143,7 +141,7 @@ class _Batch:
 
     def _look_up(self) -> Operation[None]:
         keys = [stored_key(run.tenant, run.idempotency_key) for run in self.runs if run.idempotency_key is not None]
-        keys += [_join_key(run) for run in self.runs if run.coalesce_key is not None]
+        keys += [join_key(run) for run in self.runs if run.coalesce_key is not None]
         wanted = self.ids | {run.parent_run_id for run in self.runs if run.parent_run_id is not None}
         asks = [Ask(BY_ID, (sorted(wanted),)), Ask(NUMBERS, (self.work.sequence, len(self.runs)))]
         asks += [Ask(KEYS, (sorted(set(keys)),))] if keys else []
@@ -213,15 +211,11 @@ class _Batch:
         named = self._named(holder)
         if named is None:
             raise Again(f"{what} key {key!r}")  # it was purged between two looks
-        if named[0] != run.name:
-            raise Conflict(
-                f"the {what} key {key!r} belongs to a run of {named[0]!r}, not of {run.name!r}",
-                hint="use another key; a common way is to begin it with the function's name",
-            )
+        check_function(run, named[0], what, key)
 
     def _coalesce(self, run: NewRun, key: str | None) -> str | None:
         assert run.coalesce_key is not None
-        before = self.keys.get(_join_key(run))
+        before = self.keys.get(join_key(run))
         if before is not None:  # this very submit joined already and its answer was lost (42)
             return before
         coalesce = stored_key(run.tenant, run.coalesce_key)
@@ -229,23 +223,14 @@ class _Batch:
         if waiting is None:
             return None
         run_id = waiting.run.run_id if waiting.run is not None else waiting.found.run_id  # type: ignore[union-attr]
-        if waiting.name != run.name:
-            raise Conflict(
-                f"the coalesce key {run.coalesce_key!r} belongs to a run of {waiting.name!r}, not of {run.name!r}",
-                hint="use another key; a common way is to begin it with the function's name",
-            )
+        check_function(run, waiting.name, "coalesce", run.coalesce_key)
         now = self.work.now
-        start = _start(now, run)
-        replace = run.on_coalesce == "replace"
-        if replace and run.max_delay is not None:
-            wanted = None if start is None else min(start, waiting.created_at + run.max_delay)
-        else:
-            wanted = None if start is None or waiting.available_at is None else min(start, waiting.available_at)
+        wanted = joined_start(now, run, created_at=waiting.created_at, available_at=waiting.available_at)
         waiting.available_at = effective_start(now, wanted, waiting.deadline_at)
         waiting.priority = max(waiting.priority, run.priority)
-        waiting.text = run.input if replace else waiting.text
+        waiting.text = run.input if run.on_coalesce == "replace" else waiting.text
         waiting.joined = True
-        for one in (_join_key(run), key):
+        for one in (join_key(run), key):
             if one is not None:
                 self.keys[one] = self.new_keys[one] = run_id
         queue = waiting.run.queue if waiting.run is not None else waiting.found.queue  # type: ignore[union-attr]
@@ -257,7 +242,7 @@ class _Batch:
     def _create(self, run: NewRun, key: str | None) -> None:
         now = self.work.now
         deadline_at = self._deadline(run)
-        available_at = effective_start(now, _start(now, run), deadline_at)
+        available_at = effective_start(now, asked_start(now, run), deadline_at)
         wake_after = self._dependencies(run)
         blocked_on = None
         if run.sequence_key is not None:
@@ -414,7 +399,20 @@ class _Batch:
             return known
         if run_id not in self.drafts:
             raise Again(f"run {run_id}")  # it was purged between two looks
-        return _created(self.drafts[run_id], self.work.now)
+        draft = self.drafts[run_id]
+        assert draft.run is not None
+        return created_run(
+            draft.run,
+            self.work.now,
+            submitted=draft.submitted,
+            status=draft.status,
+            priority=draft.priority,
+            text=draft.text,
+            available_at=draft.available_at,
+            blocked_on=draft.blocked_on,
+            wake_after=draft.wake_after,
+            deadline_at=draft.deadline_at,
+        )
 
 
 def _order(draft: _Draft) -> tuple[str, int]:
@@ -422,28 +420,6 @@ def _order(draft: _Draft) -> tuple[str, int]:
     assert draft.run is not None
     run = draft.run
     return ("" if run.coalesce_key is None else stored_key(run.tenant, run.coalesce_key)), draft.submitted
-
-
-def _check(run: NewRun) -> None:
-    for what in ("idempotency_key", "coalesce_key", "sequence_key", "concurrency_key"):
-        key = getattr(run, what)
-        if key is not None and not 0 < len(key) <= KEY_LENGTH:
-            raise Conflict(
-                f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones"
-            )
-
-
-def _join_key(run: NewRun) -> str:
-    """The engine's own key under which a join is remembered: its run id names no row, and the submit may be repeated (34, 42)."""
-    return stored_key(run.tenant, f"~join:{run.run_id}")
-
-
-def _start(now: Instant, run: NewRun) -> Instant | None:
-    """The later one of delay and stated start; None where neither was given."""
-    starts = [] if run.delay is None else [now + run.delay]
-    if run.start_at is not None:
-        starts.append(run.start_at)
-    return max(starts, default=None)
 
 
 def _stored(run: NewRun, key: str | None) -> str | None:
@@ -471,34 +447,4 @@ def _arrays(drafts: Iterable[_Draft]) -> tuple[list[Any], ...]:
     return columns
 
 
-_make: Final = maker(RunRecord)
-
-
-def _created(draft: _Draft, now: Instant) -> RunRecord:
-    """The record of a run as it was just inserted: reading it back would double the cost of a submit. By the order of its fields."""
-    run = draft.run
-    assert run is not None
-    what = (
-        run.run_id,
-        run.name,
-        draft.status,
-        run.tenant,
-        draft.text,
-        None,
-        None,
-        None,
-        None,
-        run.queue,
-        draft.priority,
-    )
-    counters = (0, 0, 0, draft.submitted)
-    times = (now, now, None, None, draft.available_at, None, None, draft.deadline_at, None, None, None)
-    keys = (run.idempotency_key, run.coalesce_key, run.sequence_key, run.concurrency_key, draft.blocked_on)
-    code = (run.max_attempts, run.options, run.version, run.fingerprint, run.seed)
-    waits = (0, draft.wake_after, None, False)
-    family = (run.parent_run_id, run.parent_step_id, run.detached, run.schedule_id, run.scheduled_for, None)
-    rest = (None, None, None, run.keep, dict(run.tags) if run.tags else {})
-    return _make((*what, *counters, *times, *keys, *code, *waits, *family, *rest))
-
-
-__all__ = ["KEY_LENGTH", "effective_start", "enqueue"]
+__all__ = ["enqueue"]

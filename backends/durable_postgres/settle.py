@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from durable.enqueue import effective_start
 from durable.model import (
     Cancelled,
     Completed,
@@ -32,7 +33,6 @@ from durable.settings import Micros
 
 from . import flow, landing, locks, removal
 from .adapting import Span, at, span
-from .enqueue import effective_start
 from .operation import Operation, Work, count, rows
 from .rows import RUNNING
 

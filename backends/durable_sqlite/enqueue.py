@@ -11,16 +11,21 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from durable.enqueue import (
+    asked_start,
+    check_function,
+    check_keys,
+    created_run,
+    effective_start,
+    join_key,
+    joined_start,
+)
 from durable.errors import Conflict, NotFound
 from durable.model import TERMINAL, ErrorKind, Failure, Instant, NewRun, RunRecord, Status, Submitted
-from durable.storekit import maker
 
 from . import landing
 from .connection import announce
 from .rows import RUN_COLUMNS, run_record, stored_key, tenant_text
-
-KEY_LENGTH: Final = 1_024
-"""Longest key: the same on every store."""
 
 BY_ID = f"SELECT {RUN_COLUMNS} FROM durable_run WHERE run_id IN (SELECT value FROM json_each(?))"
 KEYS = "SELECT idempotency_key, run_id FROM durable_key WHERE idempotency_key IN (SELECT value FROM json_each(?))"
@@ -44,13 +49,6 @@ INSERT = f"INSERT INTO durable_run ({_INSERTED}) VALUES ({', '.join('?' * (_INSE
 def enqueue(con: sqlite3.Connection, now: Instant, runs: Sequence[NewRun]) -> list[Submitted]:
     """One answer per run, in order; all or none. Raises Conflict or NotFound before the caller's transaction keeps anything."""
     return _Batch(con, now, runs).submit()
-
-
-def effective_start(now: Instant, at: Instant | None, deadline_at: Instant | None) -> Instant | None:
-    """When a run is claimable: never later than its deadline (12); what is past is now, and now is NULL."""
-    if at is not None and deadline_at is not None:
-        at = min(at, deadline_at)
-    return None if at is None or at <= now else at
 
 
 class _Batch:
@@ -96,7 +94,7 @@ class _Batch:
 
     def _stored_keys(self) -> dict[str, str]:
         wanted = [stored_key(run.tenant, run.idempotency_key) for run in self.runs if run.idempotency_key is not None]
-        wanted += [_join_key(run) for run in self.runs if run.coalesce_key is not None]
+        wanted += [join_key(run) for run in self.runs if run.coalesce_key is not None]
         if not wanted:
             return {}
         return dict(self.con.execute(KEYS, (json.dumps(wanted),)).fetchall())
@@ -110,7 +108,7 @@ class _Batch:
     # -- one run -----------------------------------------------------------------------------------------------------------
 
     def _one(self, run: NewRun) -> Submitted:
-        _check(run)
+        check_keys(run)
         known = self.known.get(run.run_id)
         if known is not None:
             if known.name != run.name or known.tenant != run.tenant:
@@ -129,16 +127,12 @@ class _Batch:
         return self._create(run, key)
 
     def _existing(self, run: NewRun, found: RunRecord, what: str, key: str) -> Submitted:
-        if found.name != run.name:
-            raise Conflict(
-                f"the {what} key {key!r} belongs to a run of {found.name!r}, not of {run.name!r}",
-                hint="use another key; a common way is to begin it with the function's name",
-            )
+        check_function(run, found.name, what, key)
         return Submitted(run=found, disposition="existing")
 
     def _coalesce(self, run: NewRun, key: str | None) -> Submitted | None:
         assert run.coalesce_key is not None
-        before = self.keys.get(_join_key(run))
+        before = self.keys.get(join_key(run))
         if before is not None:  # this very submit joined already and its answer was lost (42)
             return Submitted(run=self._get(before), disposition="coalesced")
         coalesce = stored_key(run.tenant, run.coalesce_key)
@@ -150,17 +144,13 @@ class _Batch:
             return None
         waiting = run_record(row)
         self._existing(run, waiting, "coalesce", run.coalesce_key)
-        start = _start(self.now, run)
         replace = run.on_coalesce == "replace"
-        if replace and run.max_delay is not None:
-            wanted = None if start is None else min(start, waiting.created_at + run.max_delay)
-        else:
-            wanted = None if start is None or waiting.available_at is None else min(start, waiting.available_at)
+        wanted = joined_start(self.now, run, created_at=waiting.created_at, available_at=waiting.available_at)
         available_at = effective_start(self.now, wanted, waiting.deadline_at)
         priority = max(waiting.priority, run.priority)
         text = run.input if replace else waiting.input
         self.con.execute(JOIN, (priority, available_at, text, self.now, waiting.run_id))
-        keys = [_join_key(run)] if key is None else [_join_key(run), key]
+        keys = [join_key(run)] if key is None else [join_key(run), key]
         self.con.executemany(PUT_KEY, [(one, waiting.run_id) for one in keys])
         self.keys.update(dict.fromkeys(keys, waiting.run_id))
         if available_at is None and waiting.blocked_on is None:
@@ -172,7 +162,7 @@ class _Batch:
         now = self.now
         deadline_at = self._deadline(run)
         length = None if deadline_at is None else max(deadline_at - now, 0)
-        available_at = effective_start(now, _start(now, run), deadline_at)
+        available_at = effective_start(now, asked_start(now, run), deadline_at)
         wake_after = self._dependencies(run)
         status = Status.SUSPENDED if wake_after else Status.PENDING
         sequence = None if run.sequence_key is None else stored_key(run.tenant, run.sequence_key)
@@ -196,8 +186,17 @@ class _Batch:
         if key is not None:
             self.new_keys.append((key, run.run_id))
             self.keys[key] = run.run_id
-        record = self.known[run.run_id] = _created(
-            run, now, self.newest, status, available_at, blocked_on, wake_after, deadline_at
+        record = self.known[run.run_id] = created_run(
+            run,
+            now,
+            submitted=self.newest,
+            status=status,
+            priority=run.priority,
+            text=run.input,
+            available_at=available_at,
+            blocked_on=blocked_on,
+            wake_after=wake_after,
+            deadline_at=deadline_at,
         )
         if status is Status.PENDING and available_at is None and blocked_on is None:
             announce(self.con, f"queue:{run.queue}")
@@ -253,50 +252,3 @@ class _Batch:
                 hint="a step of a parent starts one child, a run has one edge to another, and a name, a queue and an input",
             ) from error
         self.new_keys, self.rows, self.edges = [], [], []
-
-
-def _check(run: NewRun) -> None:
-    for what in ("idempotency_key", "coalesce_key", "sequence_key", "concurrency_key"):
-        key = getattr(run, what)
-        if key is not None and not 0 < len(key) <= KEY_LENGTH:
-            raise Conflict(
-                f"{what}: {len(key)} characters", hint=f"a key has 1 to {KEY_LENGTH} characters; hash longer ones"
-            )
-
-
-def _join_key(run: NewRun) -> str:
-    """The engine's own key under which a join is remembered: its run id names no row, and the submit may be repeated (34, 42)."""
-    return stored_key(run.tenant, f"~join:{run.run_id}")
-
-
-def _start(now: Instant, run: NewRun) -> Instant | None:
-    """The later one of delay and stated start; None where neither was given."""
-    starts = [] if run.delay is None else [now + run.delay]
-    if run.start_at is not None:
-        starts.append(run.start_at)
-    return max(starts, default=None)
-
-
-_make: Final = maker(RunRecord)
-
-
-def _created(
-    run: NewRun,
-    now: Instant,
-    submitted: int,
-    status: Status,
-    available_at: Instant | None,
-    blocked_on: str | None,
-    wake_after: int,
-    deadline_at: Instant | None,
-) -> RunRecord:
-    """The record of a run as it was just inserted: reading it back would double the cost of a submit. By the order of its fields."""
-    what = (run.run_id, run.name, status, run.tenant, run.input, None, None, None, None, run.queue, run.priority)
-    counters = (0, 0, 0, submitted)
-    times = (now, now, None, None, available_at, None, None, deadline_at, None, None, None)
-    keys = (run.idempotency_key, run.coalesce_key, run.sequence_key, run.concurrency_key, blocked_on)
-    code = (run.max_attempts, run.options, run.version, run.fingerprint, run.seed)
-    waits = (0, wake_after, None, False)
-    family = (run.parent_run_id, run.parent_step_id, run.detached, run.schedule_id, run.scheduled_for, None)
-    rest = (None, None, None, run.keep, dict(run.tags) if run.tags else {})
-    return _make((*what, *counters, *times, *keys, *code, *waits, *family, *rest))

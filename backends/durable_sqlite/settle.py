@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, Final
 
+from durable.enqueue import effective_start
 from durable.model import (
     Cancelled,
     Completed,
@@ -35,7 +36,6 @@ from durable.settings import Micros
 
 from . import flow, landing, removal
 from .connection import announce
-from .enqueue import effective_start
 
 STATES: Final = """
 SELECT run_id, status, attempts, lease_owner, cancel_requested_at IS NOT NULL AND cancel_refused_at IS NULL, wake_seq, deadline_at,
