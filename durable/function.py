@@ -245,7 +245,10 @@ class Function(Generic[P, R_co]):
             "tags": tags,
             "detached": detached,
         }
-        options = checked(given, self.options)
+        return self.with_options(checked(given, self.options))
+
+    def with_options(self, options: Options) -> Function[P, R_co]:
+        """The same function with these options, whole."""
         self.fingerprint  # noqa: B018 -- reading the source takes milliseconds: once per function, not once per start
         made = copy.copy(self)
         made.options = options

@@ -23,7 +23,7 @@ from .endings import end_id
 from .errors import GraphFailed, NonDeterminismError, NotFound, RegistrationError
 from .function import Declaration, Function, Registry, default_registry
 from .model import Dependency, ErrorKind, Json, NewRun, RecordKind, RunRecord, Status, StepRecord
-from .options import checked_text
+from .options import Options, checked_text
 from .retry import Retry
 from .steps import checked_name
 
@@ -229,14 +229,14 @@ class GraphFunction(Function[..., dict[str, Any]]):
                 node.function.encode_arguments(codec, *stored)
         return text
 
-    def new_run(self, payload: Json, *, tenant: Any) -> NewRun:
+    def with_options(self, options: Options) -> Function[..., dict[str, Any]]:
         """As for a function. Raises RegistrationError for a retry: what is tried again is a node."""
-        if self.options.retry is not None:
+        if options.retry is not None:
             raise RegistrationError(
                 f"graph {self.name!r} with a retry: what fails and is tried again are its nodes",
                 hint="graph.node(name, fn.using(retry=...))",
             )
-        return super().new_run(payload, tenant=tenant)
+        return super().with_options(options)
 
     def start_options(self) -> Json | None:
         """With the topology, so that a worker can say what differs and the command line can show the graph."""
