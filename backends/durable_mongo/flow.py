@@ -185,8 +185,9 @@ async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[st
     return admitted
 
 
-async def _in_flight(work: Work, text: str) -> int:
-    return await work.count("durable_run", {"permits": text})
+async def _in_flight(work: Work, text: str, most: int) -> int:
+    """Counted as far as the limit: what is beyond it changes no answer."""
+    return await work.count("durable_run", {"permits": text}, most=most)
 
 
 async def _room(work: Work, rule: _Rule, text: str) -> bool:
@@ -199,7 +200,7 @@ async def _room(work: Work, rule: _Rule, text: str) -> bool:
     if most is None:
         return True
     if text not in rule.taken:
-        rule.taken[text] = await _in_flight(work, text)
+        rule.taken[text] = await _in_flight(work, text, most)
     return rule.taken[text] < most
 
 
@@ -406,7 +407,8 @@ async def _fill(work: Work, rule: _Rule | None, text: str, limit: int) -> int:
         if tokens is not None:
             room = min(room, tokens // (rule.record.rate_period or 1))
         if rule.record.max_concurrency is not None:
-            room = min(room, rule.record.max_concurrency - await _in_flight(work, text))
+            most = rule.record.max_concurrency
+            room = min(room, most - await _in_flight(work, text, most))
     return await _unblock(work, text, room) if room > 0 else 0
 
 

@@ -35,10 +35,11 @@ FAREWELL: Final = (
     *("wake_on_failure", "line", "permits", "ready"),
 )
 """What a terminal run has no more."""
-_NEEDED: Final = (
+NEEDED: Final = (
     *("status", "keep", "sequence_key", "blocked_on", "parent_run_id", "schedule_id", "permits", "has_children"),
     *("has_dependents", "tenant_id"),
 )
+"""What a landing reads of a run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,18 +80,20 @@ def ended(
     return change(put=put, compute=compute, drop=FAREWELL, ready=False)
 
 
-async def land(work: Work, endings: Sequence[Ending]) -> None:
+async def land(work: Work, endings: Sequence[Ending], *, read: Mapping[str, Document] | None = None) -> None:
     """Make runs terminal, with every consequence, in this transaction. A run that is terminal already is left as it is.
 
-    The caller has checked that each of them may end (fence, status, scope). Terminal states first; then the permits, the next in
+    The caller has checked that each of them may end (fence, status, scope). `read`: their documents, live and with all that is `NEEDED`,
+    where it has read them in this transaction; otherwise they are read here. Terminal states first; then the permits, the next in
     line, dependents (which may land in turn), parents by the number of their children that landed, and schedules.
     """
     landed: list[tuple[Ending, Document]] = []
     queues: set[str] = set()
     wave: Sequence[Ending] = endings
     while wave:
-        found = await _write(work, wave)
+        found = await _write(work, wave, read)
         landed += found
+        read = None
         wave = await _dependents(work, found, queues)
     if not landed:
         return
@@ -119,10 +122,13 @@ async def take_turns(work: Work, sequence_keys: Iterable[str], last: Mapping[str
         await work.change_one("durable_permit", {"_id": key}, update, upsert=True)
 
 
-async def _write(work: Work, endings: Sequence[Ending]) -> list[tuple[Ending, Document]]:
-    ids = [ending.run_id for ending in endings]
-    where = {"_id": {"$in": ids}, "status": IS_LIVE}
-    rows = {row["_id"]: row for row in await work.find("durable_run", where, fields=_NEEDED)}
+async def _write(
+    work: Work, endings: Sequence[Ending], read: Mapping[str, Document] | None
+) -> list[tuple[Ending, Document]]:
+    if read is None:
+        where = {"_id": {"$in": [ending.run_id for ending in endings]}, "status": IS_LIVE}
+        read = {row["_id"]: row for row in await work.find("durable_run", where, fields=NEEDED)}
+    rows = dict(read)
     found: list[tuple[Ending, Document]] = []
     changes: list[tuple[Where, Change]] = []
     for ending in endings:
@@ -254,4 +260,4 @@ async def _count_for_schedules(work: Work, landed: Iterable[tuple[Ending, Docume
             )
 
 
-__all__ = ["UPSTREAM", "Ending", "ended", "land", "take_turns"]
+__all__ = ["NEEDED", "UPSTREAM", "Ending", "ended", "land", "take_turns"]

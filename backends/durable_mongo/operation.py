@@ -153,9 +153,10 @@ class Work:
         found: list[Document] = await cursor.to_list(None)
         return found
 
-    async def count(self, table: str, where: Where) -> int:
-        """How many documents a filter has."""
-        found: int = await self._tables[table].count_documents(where, session=self._session)
+    async def count(self, table: str, where: Where, *, most: int | None = None) -> int:
+        """How many documents a filter has; with `most`, counted no further than that."""
+        bound = {} if most is None else {"limit": most}
+        found: int = await self._tables[table].count_documents(where, session=self._session, **bound)
         return found
 
     # -- writing ---------------------------------------------------------------------------------------------------------

@@ -50,18 +50,9 @@ _TERMINAL: Final[dict[type[Outcome], Status]] = {
     ForwardIncomplete: Status.FORWARD_INCOMPLETE,
 }
 _STATE: Final = (
-    *(
-        "status",
-        "attempts",
-        "mark",
-        "cancel_requested_at",
-        "cancel_refused_at",
-        "wake_seq",
-        "deadline_at",
-        "queue",
-        "permits",
-    ),
-    *("name", "version", "tenant_id"),
+    *("attempts", "mark", "cancel_requested_at", "cancel_refused_at", "wake_seq", "deadline_at", "queue"),
+    *("name", "version"),
+    *landing.NEEDED,
 )
 NOBODY_ASKED: Final = {"$or": [{"cancel_requested_at": None}, {"cancel_refused_at": {"$ne": None}}]}
 TOGETHER: Final = 3 << 20
@@ -129,6 +120,7 @@ async def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> list[S
     """One answer per entry, in order."""
     ids = sorted({lease.run_id for lease, _ in entries})
     rows = {row["_id"]: row for row in await work.find("durable_run", {"_id": {"$in": ids}}, fields=_STATE)}
+    read = dict(rows)
     answers: list[Settled] = []
     endings: list[landing.Ending] = []
     leaving: list[tuple[int, Lease, Document, Retry | HandedBack | Suspended]] = []
@@ -150,7 +142,7 @@ async def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> list[S
         else:
             endings.append(_ending(lease.run_id, outcome))
     if endings:
-        await landing.land(work, endings)
+        await landing.land(work, endings, read={ending.run_id: read[ending.run_id] for ending in endings})
     left: list[Document] = []
     for place, lease, row, outcome in sorted(leaving, key=lambda entry: isinstance(entry[3], Suspended)):
         if isinstance(outcome, Retry):

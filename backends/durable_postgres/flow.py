@@ -1,9 +1,10 @@
 """Flow control: permits of limited scopes, token buckets, pauses, and the release of what was held back (semantics 73 to 76).
 
-Claim calls `admit` with its candidates, every write by which a run leaves `running` calls `release`, every landing calls
-`next_in_sequence`; upkeep calls `refill` and `free` as nets. Whoever counts or gives back permits first locks the rows of the scopes, in
-order, and counts in a later statement: so it sees what the one before it has done. Runs that are released are taken as they are free;
-one that somebody holds is left to the net. Nothing here changes a status, lands a run, or decides a limit.
+Claim calls `admit` with its candidates, every write by which a run leaves `running` calls `release`, a landing `released`, every landing
+calls `next_in_sequence`; upkeep calls `refill` and `free` as nets. Whoever counts permits first locks the rows of the scopes, in order, and
+counts in a later statement: so it sees what the one before it has done. Who gives permits back locks these rows before it looks who waits.
+Runs that are released are taken as they are free; one that somebody holds is left to the net. Nothing here changes a status, lands a run,
+or decides a limit.
 
 What the rows and the texts of scopes mean stands in `durable.flow`; everybody's row has no tenant here, and is known by its queue_id.
 """
@@ -11,7 +12,7 @@ What the rows and the texts of scopes mean stands in `durable.flow`; everybody's
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
@@ -58,7 +59,11 @@ SPEND: Final = """
 UPDATE durable_queue AS q SET rate_tokens = s.tokens::numeric, rate_at = s.at
 FROM unnest($1::text[], $2::text[], $3::timestamptz[]) AS s (queue_id, tokens, at) WHERE q.queue_id = s.queue_id
 """
-IN_FLIGHT: Final = "SELECT p.scope, count(*) FROM durable_permit AS p WHERE p.scope = ANY ($1::text[]) GROUP BY p.scope"
+# Counted as far as the limit: what is beyond it changes no answer.
+IN_FLIGHT: Final = """
+SELECT l.scope, (SELECT count(*) FROM (SELECT FROM durable_permit AS p WHERE p.scope = l.scope LIMIT l.most) AS f)
+FROM unnest($1::text[], $2::integer[]) AS l (scope, most)
+"""
 # A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late.
 _RUNNING: Final = """
 WITH flying AS MATERIALIZED (
@@ -77,12 +82,16 @@ PERMITS_OF_RUNNING: Final = {
     ),
     "tenant": _RUNNING.format(which="$3::text = ''", scope="$1::text"),
 }
-DROP_PERMITS: Final = "DELETE FROM durable_permit WHERE scope = $1 OR (scope > $2 AND scope < $3)"
+# A permit that is being given back is left to who gives it back, and waits for the row of this scope.
+DROP_PERMITS: Final = """
+WITH free AS MATERIALIZED (
+    SELECT p.scope, p.run_id FROM durable_permit AS p WHERE p.scope = $1 OR (p.scope > $2 AND p.scope < $3) FOR UPDATE SKIP LOCKED)
+DELETE FROM durable_permit AS p USING free AS f WHERE p.scope = f.scope AND p.run_id = f.run_id
+"""
 TAKE_PERMITS: Final = """
 INSERT INTO durable_permit (scope, run_id, taken_at)
 SELECT t.scope, t.run_id, now() FROM unnest($1::text[], $2::text[]) AS t (scope, run_id) ON CONFLICT DO NOTHING
 """
-HELD_PERMITS: Final = "SELECT DISTINCT p.scope FROM durable_permit AS p WHERE p.run_id = ANY ($1::text[])"
 GIVE_BACK: Final = """
 WITH gone AS (DELETE FROM durable_permit WHERE run_id = ANY ($1::text[]) RETURNING scope)
 SELECT g.scope, count(*)::integer FROM gone AS g GROUP BY g.scope ORDER BY g.scope
@@ -222,7 +231,9 @@ def _count(pairs: Iterable[tuple[_Rule, str]]) -> Operation[None]:
     """Count what is in flight, in a statement after the lock: the holders before us have committed by now."""
     limited = {text: rule for rule, text in pairs if rule.record.max_concurrency is not None}
     if limited:
-        for text, number in (yield from rows(IN_FLIGHT, sorted(limited))):
+        scopes = sorted(limited)
+        most = [limited[text].record.max_concurrency for text in scopes]
+        for text, number in (yield from rows(IN_FLIGHT, scopes, most)):
             limited[text].taken[text] = number
 
 
@@ -296,14 +307,18 @@ def _spend(rated: Sequence[_Rule]) -> Ask:
 
 
 def release(work: Work, run_ids: Iterable[str]) -> Operation[None]:
-    """Runs leave `running`: their permits are given back, and as many of those that wait for them are ready, by priority and
-    `submitted` (73, 74)."""
-    ids = sorted(set(run_ids))
-    held = yield from rows(HELD_PERMITS, ids)
-    if not held:
+    """Runs leave `running`: their permits are given back, and as many of those that wait for them are ready (73, 74)."""
+    yield from released(work, dict((yield from rows(GIVE_BACK, sorted(set(run_ids))))))
+
+
+def released(work: Work, given_back: Mapping[str, int]) -> Operation[None]:
+    """So many permits of each scope were given back in this transaction: as many of those that wait for them are ready, by priority and
+    `submitted` (74). A claim that counted before the commit counted them as taken, and what it held back for that is seen here, behind
+    the lock of the scope's row."""
+    if not given_back:
         return
-    yield from _rules(rule_of(text) for (text,) in held)
-    for text, number in (yield from rows(GIVE_BACK, ids)):
+    yield from _rules(rule_of(text) for text in given_back)
+    for text, number in sorted(given_back.items()):
         yield from _unblock(work, text, number)
 
 
@@ -481,6 +496,7 @@ __all__ = [
     "queues",
     "refill",
     "release",
+    "released",
     "rules_of",
     "set_queue",
 ]

@@ -49,7 +49,6 @@ WHERE r.run_id = e.run_id
 EDGES: Final = """
 SELECT d.run_id, d.depends_on FROM durable_dependency AS d WHERE d.depends_on = ANY ($1::text[]) ORDER BY d.run_id, d.position
 """
-PERMITS: Final = "SELECT DISTINCT p.run_id FROM durable_permit AS p WHERE p.run_id = ANY ($1::text[])"
 CHANGE: Final = """
 UPDATE durable_run AS r SET status = e.status, wake_seq = e.wake_seq, wake_after = e.wake_after, available_at = e.available_at,
     waiting_for = CASE WHEN e.status = 'suspended' THEN r.waiting_for END, updated_at = now()
@@ -86,7 +85,7 @@ def land(work: Work, locked: locks.Locked, endings: Sequence[Ending], *, last: b
     landed: list[Ending] = []
     queues: set[str] = set()
     turns: set[str] = set()
-    permits: set[str] = set()
+    permits: Counter[str] = Counter()
     wave: Sequence[Ending] = endings
     while wave:
         found = [ending for ending in _once_each(wave) if ending.run_id in locked and locked[ending.run_id].live]
@@ -97,17 +96,16 @@ def land(work: Work, locked: locks.Locked, endings: Sequence[Ending], *, last: b
             # A run that waited for its turn itself leaves the line without anybody's turn coming.
             if standing.sequence_key is not None and standing.blocked_on != flow.SEQUENCE:
                 turns.add(standing.sequence_key)
-        edges, held = yield from _write(work, locked, found)
+        edges, given_back = yield from _write(work, locked, found)
         landed += found
-        permits |= held
+        permits.update(given_back)
         wave = (yield from _dependents(work, locked, found, edges, queues)) if edges else ()
         if wave:  # a node that lands has a parent of its own, and nodes behind it
             locked.update((yield from locks.family(ending.run_id for ending in wave)))
     if not landed:
         return
     yield from _wake_parents(work, locked, landed, queues)
-    if permits:
-        yield from flow.release(work, permits)
+    yield from flow.released(work, permits)
     if turns:
         yield from flow.next_in_sequence(work, turns)
     yield from _count_schedules(locked, landed)
@@ -126,13 +124,13 @@ def _tells(standing: locks.Standing) -> bool:
     return not (standing.parent_run_id is None and standing.sequence_key is None and standing.schedule_id is None)
 
 
-def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[tuple[list[Row], set[str]]]:
-    """Write terminal states. In the same round trip, and after the lock: (node, run) for every node behind one of them, and those
-    that hold permits."""
+def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[tuple[list[Row], dict[str, int]]]:
+    """Write terminal states and give permits back. In the same round trip, and after the lock: (node, run) for every node behind one of
+    them, and how many permits of each scope they held."""
     ids = [ending.run_id for ending in endings]
     written = _landing(work, locked, endings)
-    _, edges, permits = yield from together(written, Ask(EDGES, (ids,)), Ask(PERMITS, (ids,)))
-    return edges, {run_id for (run_id,) in permits}
+    _, edges, given_back = yield from together(written, Ask(EDGES, (ids,)), Ask(flow.GIVE_BACK, (ids,)))
+    return edges, dict(given_back)
 
 
 def _landing(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Ask:

@@ -18,6 +18,7 @@ from durable.model import (
     Claimed,
     ClaimRequest,
     Completed,
+    HandedBack,
     NewRecord,
     QueueRecord,
     RecordKind,
@@ -29,9 +30,12 @@ from durable.model import (
 from durable.settings import SECOND, Settings
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_mongo import Store, backend
+from durable_mongo.claim import ROUNDS
 
 ROWS = int(os.environ.get("DURABLE_MONGO_PLAN_ROWS", "20000"))
 TAKEN = 10
+ROWS_OF_FLOW = 4
+"""Rows of flow control that an operation may look at beside its runs, where there is a limit."""
 NAMES = [f"f{number}" for number in range(20)]
 LEASE = 30 * SECOND
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_200)]
@@ -269,3 +273,49 @@ async def test_a_fair_claim_examines_the_tenants_and_what_it_takes(crowd: Room, 
     assert {str(one.run.tenant) for one in claimed} == set(tenants)
     assert len(claimed) == TAKEN
     frugal(keys, documents, scans, taken=TAKEN, trips=8, extra_keys=10 * 2 * len(NAMES))
+
+
+async def test_a_limit_that_is_not_reached_examines_a_document_more_for_each_run(crowd: Room, store: Store) -> None:
+    """A permit is a word in the run's own document. A claim of a limited queue looks at a run once more and counts, in the index alone, the
+    permits in flight; a settle meets a run that something hangs on, reads it and writes it."""
+    ready = {"status": "pending", "ready": True, "attempts": 0, "route": "f1/@"}
+    for queue in ("free", "limited"):
+        fill(crowd, queue, 8 * TAKEN, **ready, queue=queue)
+    await store.set_queue(QueueRecord(scope_name="queue:limited", tenant=ALL, max_concurrency=10 * TAKEN))
+    claims: dict[str, list[tuple[int, int]]] = {"free": [], "limited": []}
+    settles: dict[str, list[int]] = {"free": [], "limited": []}
+    for queue, claim in claims.items():
+        mine: list[Claimed] = []
+        asked = {"queues": {queue: TAKEN}, "functions": [("f1", None)]}
+        for _ in range(3):
+            claimed, keys, documents, scans = await examined(crowd, lambda asked=asked: store.claim(request(**asked)))  # type: ignore[misc]
+            assert (len(claimed), scans) == (TAKEN, [])
+            mine += claimed
+            claim.append((keys, documents))
+        for place, outcome in enumerate((Completed(output="1"), HandedBack())):
+            entries = [(one.lease, outcome) for one in mine[place * TAKEN : (place + 1) * TAKEN]]
+            answers, _, documents, scans = await examined(crowd, lambda entries=entries: store.settle(entries))  # type: ignore[misc]
+            assert (set(answers), scans) == ({"landed"}, [])
+            settles[queue].append(documents)
+    print(claims, settles)
+    for number, (free, limited) in enumerate(zip(claims["free"], claims["limited"], strict=True)):
+        in_flight = number * TAKEN
+        assert limited[1] <= free[1] + TAKEN + ROWS_OF_FLOW
+        assert limited[0] <= free[0] + TAKEN + in_flight + 4 * ROWS_OF_FLOW
+    for one, other in zip(settles["free"], settles["limited"], strict=True):
+        assert other <= one + 2 * TAKEN + ROWS_OF_FLOW
+
+
+async def test_a_claim_counts_no_further_than_the_limit(crowd: Room, store: Store) -> None:
+    """A limit was lowered far below what is in flight."""
+    fill(crowd, "lowered", 6 * TAKEN, status="pending", ready=True, attempts=0, route="f1/@", queue="lowered")
+    await store.set_queue(QueueRecord(scope_name="queue:lowered", tenant=ALL, max_concurrency=5 * TAKEN))
+    for _ in range(4):
+        assert len(await store.claim(request(queues={"lowered": TAKEN}))) == TAKEN
+    await store.set_queue(QueueRecord(scope_name="queue:lowered", tenant=ALL, max_concurrency=2))
+    claimed, keys, documents, scans = await examined(crowd, lambda: store.claim(request(1, queues={"lowered": 1})))
+    print(keys, documents)
+    assert (len(claimed), scans) == (0, [])
+    assert documents <= (2 + 1 + 2) * ROUNDS, (
+        "in each look: the permits up to the limit, a head, and the rows of the scope"
+    )

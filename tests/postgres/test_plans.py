@@ -94,6 +94,8 @@ class Seen:
     searched: int = 0
     """Rows that a scan looked at to find those that it gave, in the table of runs; what is fetched by its id is no search."""
     fetched: int = 0
+    permits: int = 0
+    """Rows of the table of permits, however they were found."""
     buffers: int = 0
 
 
@@ -112,14 +114,16 @@ def judge(document: dict[str, Any]) -> Seen:
             seen.indexes.add(index)
         if kind == "Seq Scan":
             seen.sequential.add(str(table))
-        if "Scan" in kind and table == "durable_run":
+        if "Scan" in kind and kind != "Bitmap Index Scan" and table in ("durable_run", "durable_permit"):
             loops = node["Actual Loops"]
             read = (
                 node["Actual Rows"]
                 + node.get("Rows Removed by Filter", 0)
                 + node.get("Rows Removed by Index Recheck", 0)
             ) * loops
-            if index == "durable_run_pkey":
+            if table == "durable_permit":
+                seen.permits += round(read)
+            elif index == "durable_run_pkey":
                 seen.fetched += round(read)
             else:
                 seen.searched += round(read)
