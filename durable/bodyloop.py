@@ -24,7 +24,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from .branches import BodyFuture, BranchTask, Host, Nobody, Scope, Stand, Timer
 from .errors import Misuse, SpinningError
 from .model import Instant
-from .settings import SECOND
+from .settings import LONGEST, SECOND, Micros
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -47,6 +47,12 @@ _AS_COMPLETED: frozenset[Any] = frozenset(
     getattr(function, "__code__", None)
     for function in (tasks.as_completed, getattr(getattr(tasks, "_AsCompletedIterator", None), "__init__", None))
 ) - {None}
+
+
+def _span(seconds: float) -> Micros:
+    """Asyncio takes any number, also one that is endless; no store has an instant that is further away than `LONGEST`."""
+    most = LONGEST / SECOND
+    return round(min(max(seconds, -most), most) * SECOND)
 
 
 class BodyLoop(asyncio.AbstractEventLoop):
@@ -149,7 +155,7 @@ class BodyLoop(asyncio.AbstractEventLoop):
         context: contextvars.Context | None = None,
     ) -> Timer:
         """A durable timer."""
-        return self._timer(self.now + round(delay * SECOND), self.time() + delay, callback, args, context)
+        return self._timer(self.now + _span(delay), self.time() + delay, callback, args, context)
 
     def call_at(
         self,
@@ -159,7 +165,7 @@ class BodyLoop(asyncio.AbstractEventLoop):
         context: contextvars.Context | None = None,
     ) -> Timer:
         """A durable timer; `when` is this loop's time."""
-        return self._timer(self.started + round(when * SECOND), when, callback, args, context)
+        return self._timer(self.started + _span(when), when, callback, args, context)
 
     def _timer(
         self,

@@ -44,7 +44,7 @@ from durable.replay import (
     failed_positions,
 )
 from durable.retry import Retry
-from durable.settings import SECOND, Settings
+from durable.settings import LONGEST, SECOND, Settings
 
 ran: list[Any] = []
 
@@ -410,6 +410,26 @@ async def test_asyncio_sleep_is_a_durable_timer() -> None:
     played = await play(body, stage=stage)
     assert [(record.step_id, record.kind) for record in played.records] == [("timer", RecordKind.TIMER)]
     assert stage.rests[0].until == STARTED + 86_400 * SECOND
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf")])
+async def test_an_endless_limit_of_asyncio_waits_until_an_instant_that_every_store_has(seconds: float) -> None:
+    """(18) Plain asyncio takes it. SQLite and MongoDB have no such instant: the run could not be suspended, and ended by its reclaims."""
+
+    async def body(ctx: Context) -> str:
+        async with asyncio.timeout(seconds):
+            first = await ctx.wait_signal(Wanted("x"))
+        forever = asyncio.ensure_future(asyncio.sleep(seconds))
+        await ctx.step(work, 1)
+        forever.cancel()
+        return str(first)
+
+    stage = Stage()
+    stage.send("x", "7", at=10)
+    played = await play(body, stage=stage)
+    assert played.value == "7"
+    assert stage.rests[0].until == STARTED + LONGEST
+    assert (await play(body, history=played.records)).value == "7"
 
 
 async def test_an_instant_of_a_timer_is_exact_to_the_microsecond_after_years() -> None:
