@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 from uuid import UUID
 
 from durable import model as m
-from durable.errors import PayloadTooLarge
 from durable.model import Scope
-from durable.settings import Micros, Settings
-from durable.storekit import RECORD_ROOM
+from durable.settings import SECOND, Micros, Settings
+from durable.storekit import RECORD_ROOM, payloads_of, weigh
 
 from . import (
     audit,
@@ -39,8 +38,6 @@ from . import (
     views,
 )
 from .connection import Database
-
-_OUTPUTS: Final = (m.Completed,)
 
 
 class Store:
@@ -84,7 +81,7 @@ class Store:
 
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
         """See `settle.settle`."""
-        self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, _OUTPUTS))
+        self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, m.Completed))
         all_landed = bool(entries) and await self._plain(lambda work: settle.settle_quickly(work, entries))
         if all_landed:
             return ["landed" for _ in entries]
@@ -126,7 +123,7 @@ class Store:
 
     async def append(self, records: Sequence[tuple[m.Lease, m.NewRecord]]) -> Sequence[m.Appended]:
         """See `journal.append`."""
-        self._weigh((text for _, record in records for text in _payloads(record)), room=RECORD_ROOM)
+        self._weigh((text for _, record in records for text in payloads_of(record)), room=RECORD_ROOM)
         try:
             return await self._write(lambda work: journal.append(work, records))
         except enqueue.Taken:
@@ -281,7 +278,7 @@ class Store:
 
     async def wait(self, topics: Sequence[str], timeout: Micros) -> None:
         """See `wakeups.Wakeups.wait`."""
-        await self._database.wakeups.wait(topics, timeout / 1_000_000)
+        await self._database.wakeups.wait(topics, timeout / SECOND)
 
     async def notify(self, topics: Sequence[str]) -> None:
         """See `wakeups.Wakeups.announce`."""
@@ -291,22 +288,6 @@ class Store:
         """Let go of all clients; a later call raises StoreUnavailable."""
         await self._database.close()
 
-    def _weigh(self, payloads: Iterable[str | None], *, room: int = 0) -> None:
-        """Raise PayloadTooLarge for a payload that must not join a shared batch (70)."""
-        limit = self.settings.max_payload + room
-        for text in payloads:
-            if text is None:
-                continue
-            size = len(text)
-            if size * 4 > limit and not text.isascii():
-                size = len(text.encode("utf-8", errors="surrogatepass"))
-            if size > limit:
-                raise PayloadTooLarge(f"a payload of {size} bytes; at most {limit} are stored")
-
-
-def _payloads(record: m.NewRecord) -> Iterable[str | None]:
-    yield record.result
-    yield record.progress
-    for child in record.children:
-        yield child.input
-        yield child.options
+    def _weigh(self, payloads: Iterable[str | None], *, room: int = 0) -> int:
+        """See `storekit.weigh`."""
+        return weigh(payloads, self.settings.max_payload + room)

@@ -7,15 +7,14 @@ stands in the module of its name. Nothing here knows SQL.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 from uuid import UUID
 
 from durable import model as m
-from durable.errors import PayloadTooLarge
 from durable.flow import Turns
 from durable.model import Scope
 from durable.settings import SECOND, Micros, Settings
-from durable.storekit import RECORD_ROOM
+from durable.storekit import RECORD_ROOM, payloads_of, weigh
 
 from . import (
     audit,
@@ -42,8 +41,6 @@ from .claim import Taken
 from .connection import Database
 from .contact import Contact
 from .wakeups import Wakeups
-
-_OUTPUTS: Final = (m.Completed,)
 
 
 class Store:
@@ -96,7 +93,7 @@ class Store:
 
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
         """See `settle.settle`."""
-        self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, _OUTPUTS))
+        self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, m.Completed))
         return await self._write(lambda work: settle.settle(work, entries))
 
     async def request_cancel(self, run_ids: Sequence[str], *, scope: Scope, reason: str = "") -> Sequence[bool]:
@@ -135,7 +132,7 @@ class Store:
 
     async def append(self, records: Sequence[tuple[m.Lease, m.NewRecord]]) -> Sequence[m.Appended]:
         """See `journal.append_plain` and `journal.append`."""
-        self._weigh((text for _, record in records for text in _payloads(record)), room=RECORD_ROOM)
+        self._weigh((text for _, record in records for text in payloads_of(record)), room=RECORD_ROOM)
         if journal.changing(records):
             return await self._write(lambda work: journal.append(work, records))
         answers = await self._write(lambda work: journal.append_plain(work, records), once=True)
@@ -319,23 +316,5 @@ class Store:
             raise self._contact.for_claims
 
     def _weigh(self, payloads: Iterable[str | None], *, room: int = 0) -> int:
-        """The bytes of a call's payloads. Raises PayloadTooLarge before it can join a shared batch (70)."""
-        limit, total = self.settings.max_payload + room, 0
-        for text in payloads:
-            if text is None:
-                continue
-            size = len(text)
-            if size * 4 > limit and not text.isascii():
-                size = len(text.encode("utf-8", errors="surrogatepass"))
-            if size > limit:
-                raise PayloadTooLarge(f"a payload of {size} bytes; at most {limit} are stored")
-            total += size
-        return total
-
-
-def _payloads(record: m.NewRecord) -> Iterable[str | None]:
-    yield record.result
-    yield record.progress
-    for child in record.children:
-        yield child.input
-        yield child.options
+        """See `storekit.weigh`."""
+        return weigh(payloads, self.settings.max_payload + room)

@@ -1,4 +1,4 @@
-"""The helpers that backends share: what is stored, and what is refused."""
+"""What backends share: what is stored, and what is refused."""
 
 from __future__ import annotations
 
