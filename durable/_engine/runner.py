@@ -20,6 +20,7 @@ from ..events import BodyAbandoned, CodeChanged, EngineFault, Events, LeaseLapse
 from ..function import Function
 from ..graph import results_wanted, with_results
 from ..model import (
+    Cancelled,
     Claimed,
     Completed,
     ErrorKind,
@@ -172,6 +173,8 @@ class Running:
             if outcome is None or self.hold.gone is not None:  # the first question of semantics 47
                 self._report(outcome, "lost")
                 return
+            if isinstance(outcome, Cancelled) and not self.interrupted:  # nothing was delivered, so nobody has read why
+                outcome = cancelled_by_ask((await self.inbox()).cancel_reason)
             answer = await self._settle(outcome)
             if answer == "woken" and isinstance(outcome, Suspended):
                 # Something came while the body was put aside: read it, and go on at once, without another claim (5, 31).

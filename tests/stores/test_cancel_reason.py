@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -60,6 +61,16 @@ def works_in_a_thread(ctx: durable.SyncContext) -> None:
         raise
 
 
+at_its_end, may_return = threading.Event(), threading.Event()
+
+
+@durable.function(registry=declared)
+def returns_late(ctx: durable.SyncContext) -> None:
+    ctx.publish("begun", True)
+    at_its_end.set()
+    may_return.wait(60)
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     global gate
@@ -106,6 +117,25 @@ async def test_the_reason_reaches_a_body_that_works_and_is_the_same_on_replay(cl
     assert told == ["at the gate", "the run is cancelled: out of stock"]
     (record,) = [one for one in await client.journal(run.id) if one.step_id == ":cancel"]
     assert "out of stock" in record.result
+
+
+async def test_a_run_whose_body_had_returned_when_the_ask_was_found_lands_with_the_reason(
+    client: durable.Client,
+) -> None:
+    """(44) The worker knows of the ask by a renewal, which does not say why."""
+    at_its_end.clear()
+    may_return.clear()
+    async with worker(client) as working:
+        run = await client.start(returns_late)
+        await until(at_its_end.is_set, "the end of the body")
+        assert await run.cancel(reason="too late")
+        try:
+            await until(lambda: working._claims.held[run.id]._cancel, "the worker to know")
+        finally:
+            may_return.set()
+        with pytest.raises(durable.RunCancelled, match="too late"):
+            await run.result(timeout="60s")
+    assert ":cancel" not in [one.step_id for one in await client.journal(run.id)]
 
 
 async def test_a_run_that_was_never_claimed_lands_with_the_reason(client: durable.Client) -> None:
