@@ -1,4 +1,4 @@
-"""Flow control as values: the scopes that a run is in, how they are written down, what a row may say, and whose turn it is.
+"""Flow control as values: the scopes that a run is in, how they are written down, what a row says, and whose turn it is.
 
 Backends import these so that they count by the same texts and refuse the same rows (semantics 73 to 76); nothing here does I/O.
 
@@ -10,12 +10,14 @@ slash before the first colon is ours.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 from uuid import UUID
 
 from .errors import Conflict
-from .model import ALL, QueueRecord, Scope
+from .model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
 T = TypeVar("T")
 
@@ -28,6 +30,8 @@ SPREAD: Final = ("key", "share")
 ALONE: Final = "alone"
 SEQUENCE: Final = "sequence"
 """What `blocked_on` says where it is no scope: the run is taken by a worker that holds no other (15), or waits for its turn (75)."""
+RELEASE_BATCH: Final = 1_000
+"""Runs that one change of a row releases at the most; the net releases the rest."""
 
 
 # -- texts ----------------------------------------------------------------------------------------------------------------
@@ -116,10 +120,118 @@ def check(record: QueueRecord) -> None:
         raise Conflict(
             f"a rate can not be set for each {each} of a queue", hint="set it on queue:NAME or function:NAME"
         )
-    for field in ("max_concurrency", "rate_count", "rate_period", "rate_burst"):
-        value = getattr(record, field)
+    for limit in ("max_concurrency", "rate_count", "rate_period", "rate_burst"):
+        value = getattr(record, limit)
         if value is not None and value < 1:
-            raise Conflict(f"{what}: {field} = {value}", hint="at least 1; to stop a scope, pause it")
+            raise Conflict(f"{what}: {limit} = {value}", hint="at least 1; to stop a scope, pause it")
+
+
+# -- rows at work ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Rule:
+    """A row of flow control at work: what it allows, and what this transaction has used of it."""
+
+    queue_id: str
+    record: QueueRecord
+    tokens: int | None = None
+    """In parts of a token, of which `rate_period` make one: whole numbers, so that no start is lost to rounding."""
+    at: Instant | None = None
+    taken: Counter[str] = field(default_factory=Counter[str])
+    """Permits by scope text, once counted."""
+
+    @classmethod
+    def put(cls, record: QueueRecord, before: Rule | None, now: Instant) -> Rule:
+        """The row as it is put in the place of the one before: a change of the rate hands out no new burst. Raises Conflict for a row
+        that can mean nothing."""
+        check(record)
+        rule = cls(rule_id(owner_of(record.tenant), record.scope_name), record)
+        if record.rate_count is not None:
+            rule.tokens, rule.at = rule.burst, now
+            if before is not None and before.refill(now) is not None:
+                had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
+                rule.tokens = min(rule.burst, had)  # what was there, in the new parts
+        return rule
+
+    @property
+    def holds(self) -> bool:
+        """Can it hold anything back?"""
+        record = self.record
+        return record.paused or record.max_concurrency is not None or record.rate_count is not None
+
+    @property
+    def burst(self) -> int:
+        """Parts that the bucket holds when it is full."""
+        return (self.record.rate_burst or self.record.rate_count or 0) * (self.record.rate_period or 0)
+
+    def refill(self, now: Instant) -> int | None:
+        """Parts in the bucket now; None: there is no rate."""
+        rate = self.record.rate_count
+        if rate is None:
+            return None
+        if self.tokens is None or self.at is None:
+            self.tokens = self.burst
+        else:
+            self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * rate)
+        # Who waited for the row may have an earlier now: no span of time is counted twice.
+        self.at = now if self.at is None else max(now, self.at)
+        return self.tokens
+
+    def next_token(self, now: Instant) -> Instant:
+        """The instant at which a whole token is there."""
+        period, rate = self.record.rate_period or 0, self.record.rate_count or 1
+        missing = period - (self.refill(now) or 0)
+        return now + max(0, -(-missing // rate))
+
+    def lets(self, now: Instant, most: int = 1) -> int:
+        """Of so many starts those that its pause and its tokens allow now."""
+        if self.record.paused:
+            return 0
+        tokens = self.refill(now)
+        return most if tokens is None else min(most, tokens // (self.record.rate_period or 1))
+
+    def has_room(self, now: Instant, text: str) -> bool:
+        """Has the scope, whose permits have been counted, a place for one more?"""
+        most = self.record.max_concurrency
+        return self.lets(now) > 0 and (most is None or self.taken[text] < most)
+
+    def take(self, text: str) -> bool:
+        """Use a token and a place. True: a permit is to be written for it."""
+        if self.tokens is not None:
+            self.tokens -= self.record.rate_period or 0
+        if self.record.max_concurrency is None:
+            return False
+        self.taken[text] += 1
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """What the rows of queues say to a claim as a whole: which give it nothing, and in which tenants take turns."""
+
+    closed: frozenset[str] = frozenset()
+    fair: frozenset[str] = frozenset()
+
+
+def gate_ids(request: ClaimRequest) -> list[str]:
+    """The keys of the rows that may be gates for this claim: those of everybody, and of the tenant that it is bound to."""
+    owners = {EVERYBODY, owner_of(request.scope)}
+    queues = [rule_id(owner, f"queue:{queue}") for owner in owners for queue in request.queues]
+    return queues + [rule_id(owner, TENANT) for owner in owners]
+
+
+def gates_of(records: Sequence[QueueRecord], request: ClaimRequest) -> Gates:
+    """A claim leaves a queue out whole that is paused for everybody, or for the tenant that it is bound to. What is paused for one
+    tenant goes on for the others: of an unbound claim that one's runs are held back one by one, once."""
+    paused = {record.scope_name for record in records if record.paused}
+    if TENANT in paused:
+        return Gates(closed=frozenset(request.queues))
+    fair = {record.scope_name for record in records if record.fair} if request.scope is ALL else set[str]()
+    return Gates(
+        frozenset(queue for queue in request.queues if f"queue:{queue}" in paused),
+        frozenset(queue for queue in request.queues if f"queue:{queue}" in fair),
+    )
 
 
 # -- turns ----------------------------------------------------------------------------------------------------------------
@@ -164,13 +276,18 @@ __all__ = [
     "ALONE",
     "EVERYBODY",
     "KINDS",
+    "RELEASE_BATCH",
     "SEQUENCE",
     "SPREAD",
     "TENANT",
+    "Gates",
+    "Rule",
     "Turns",
     "check",
     "concerning",
     "dealt",
+    "gate_ids",
+    "gates_of",
     "in_turn",
     "is_spread",
     "owner_of",

@@ -12,11 +12,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from durable import flow as texts
-from durable.flow import ALONE, EVERYBODY, SEQUENCE, owner_of, rule_id, rule_of, scope_text, split
+from durable.flow import (
+    ALONE,
+    EVERYBODY,
+    RELEASE_BATCH,
+    SEQUENCE,
+    Gates,
+    Rule,
+    gate_ids,
+    gates_of,
+    owner_of,
+    rule_id,
+    rule_of,
+    scope_text,
+    split,
+)
 from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
 from .changes import change, only_if
@@ -24,56 +37,12 @@ from .operation import Change, Document, Where, Work
 from .rows import dated, instant, of_scope, sees
 from .times import stored
 
-RELEASE_BATCH: Final = 1_000
-"""Runs that one change of a row releases at the most; the net releases the rest."""
 _FIRST: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
 # A run that lapsed twice in a row goes back to be taken alone (15), not into the index of what is ready.
 UNBLOCK: Final = change(compute={"blocked_on": only_if({"$gte": ["$reclaims", 2]}, ALONE)})
 
 
-@dataclass(slots=True)
-class _Rule:
-    """A row of durable_queue at work: what it allows, and what this transaction has used of it."""
-
-    queue_id: str
-    record: QueueRecord
-    tokens: int | None
-    """In parts of a token, of which `rate_period` make one: whole numbers, so that no start is lost to rounding."""
-    at: Instant | None
-    taken: Counter[str] = field(default_factory=Counter[str])
-    """Permits by scope text, once counted."""
-
-    @property
-    def holds(self) -> bool:
-        """Can it hold anything back?"""
-        record = self.record
-        return record.paused or record.max_concurrency is not None or record.rate_count is not None
-
-    @property
-    def burst(self) -> int:
-        return (self.record.rate_burst or self.record.rate_count or 0) * (self.record.rate_period or 0)
-
-    def refill(self, now: Instant) -> int | None:
-        """Parts in the bucket now; None: there is no rate."""
-        count = self.record.rate_count
-        if count is None:
-            return None
-        if self.tokens is None or self.at is None:
-            self.tokens = self.burst
-        else:
-            self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * count)
-        # Who waited for the row may have an earlier now: no span of time is counted twice.
-        self.at = now if self.at is None else max(now, self.at)
-        return self.tokens
-
-    def next_token(self, now: Instant) -> Instant:
-        """The instant at which a whole token is there."""
-        period, count = self.record.rate_period or 0, self.record.rate_count or 1
-        missing = period - (self.refill(now) or 0)
-        return now + max(0, -(-missing // count))
-
-
-def _rule(row: Document) -> _Rule:
+def _rule(row: Document) -> Rule:
     record = QueueRecord(
         scope_name=row["scope_name"],
         tenant=texts.tenant_of(row["tenant_id"]),
@@ -84,7 +53,7 @@ def _rule(row: Document) -> _Rule:
         rate_burst=_whole(row.get("rate_burst")),
         fair=bool(row.get("fair")),
     )
-    return _Rule(row["_id"], record, _whole(row.get("rate_tokens")), instant(row, "rate_at"))
+    return Rule(row["_id"], record, _whole(row.get("rate_tokens")), instant(row, "rate_at"))
 
 
 def _whole(value: Any) -> int | None:
@@ -99,7 +68,7 @@ def scopes_of(row: Document) -> list[tuple[str, str]]:
     return texts.scopes_of(row["tenant_id"], row["queue"], row["name"], row.get("concurrency_key"))
 
 
-async def _rules(work: Work, queue_ids: Iterable[str]) -> dict[str, _Rule]:
+async def _rules(work: Work, queue_ids: Iterable[str]) -> dict[str, Rule]:
     rows = await work.find("durable_queue", {"_id": {"$in": sorted(set(queue_ids))}})
     return {row["_id"]: _rule(row) for row in rows}
 
@@ -122,29 +91,9 @@ async def ruled(work: Work, request: ClaimRequest) -> bool:
     return await work.first("durable_queue", where, fields=["_id"]) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Gates:
-    """What the rows of queues say to a claim as a whole: which give it nothing, and in which tenants take turns."""
-
-    closed: frozenset[str] = frozenset()
-    fair: frozenset[str] = frozenset()
-
-
 async def gates(work: Work, request: ClaimRequest) -> Gates:
-    """A claim leaves a queue out whole that is paused for everybody, or for the tenant that it is bound to. What is paused for one
-    tenant goes on for the others: of an unbound claim `admit` holds that one's runs back, one by one, once."""
-    owners = {EVERYBODY, owner_of(request.scope)}
-    ids = [rule_id(owner, f"queue:{queue}") for owner in owners for queue in request.queues]
-    ids += [rule_id(owner, texts.TENANT) for owner in owners]
-    records = [rule.record for rule in (await _rules(work, ids)).values()]
-    paused = {record.scope_name for record in records if record.paused}
-    if texts.TENANT in paused:
-        return Gates(closed=frozenset(request.queues))
-    fair = {record.scope_name for record in records if record.fair} if request.scope is ALL else set[str]()
-    return Gates(
-        frozenset(queue for queue in request.queues if f"queue:{queue}" in paused),
-        frozenset(queue for queue in request.queues if f"queue:{queue}" in fair),
-    )
+    """See `durable.flow.gates_of`."""
+    return gates_of([rule.record for rule in (await _rules(work, gate_ids(request))).values()], request)
 
 
 # -- what claim and landing call --------------------------------------------------------------------------------------------
@@ -172,7 +121,7 @@ async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[st
             if full is None and not await _room(work, rule, text):
                 full = text
         if full is None:
-            admitted[row["_id"]] = _take(limited)
+            admitted[row["_id"]] = [text for rule, text in limited if rule.take(text)]
             continue
         blocked.append(({"_id": row["_id"], "status": "pending"}, change(put={"blocked_on": full})))
         passed_over.update((rule.queue_id, text) for rule, text in limited if text != full)
@@ -190,32 +139,14 @@ async def _in_flight(work: Work, text: str, most: int) -> int:
     return await work.count("durable_run", {"permits": text}, most=most)
 
 
-async def _room(work: Work, rule: _Rule, text: str) -> bool:
-    if rule.record.paused:
-        return False
-    tokens = rule.refill(work.now)
-    if tokens is not None and tokens < (rule.record.rate_period or 0):
-        return False
+async def _room(work: Work, rule: Rule, text: str) -> bool:
     most = rule.record.max_concurrency
-    if most is None:
-        return True
-    if text not in rule.taken:
+    if most is not None and text not in rule.taken and rule.lets(work.now):
         rule.taken[text] = await _in_flight(work, text, most)
-    return rule.taken[text] < most
+    return rule.has_room(work.now, text)
 
 
-def _take(limited: Sequence[tuple[_Rule, str]]) -> list[str]:
-    permits: list[str] = []
-    for rule, text in limited:
-        if rule.record.max_concurrency is not None:
-            permits.append(text)
-            rule.taken[text] += 1
-        if rule.tokens is not None:
-            rule.tokens -= rule.record.rate_period or 0
-    return permits
-
-
-async def _write_buckets(work: Work, rules: Iterable[_Rule]) -> None:
+async def _write_buckets(work: Work, rules: Iterable[Rule]) -> None:
     changes: list[tuple[Where, Change]] = [
         ({"_id": rule.queue_id}, {"$set": {"rate_tokens": rule.tokens, **dated(rate_at=rule.at)}})
         for rule in rules
@@ -283,17 +214,9 @@ async def queues(work: Work, scope: Scope) -> list[QueueRecord]:
 async def set_queue(work: Work, record: QueueRecord) -> None:
     """Put a row; it counts for the next claim. What it held back and no longer holds is ready in the same write, up to a batch.
     Raises Conflict for a row that can mean nothing, before anything is written."""
-    texts.check(record)
     owner = owner_of(record.tenant)
     queue_id = rule_id(owner, record.scope_name)
-    before = (await _rules(work, [queue_id])).get(queue_id)
-    rule = _Rule(queue_id, record, None, None)
-    if record.rate_count is not None:
-        rule.tokens, rule.at = rule.burst, work.now
-        if before is not None and before.refill(work.now) is not None:
-            # A change of the rate hands out no new burst: what was there, in the new parts.
-            had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
-            rule.tokens = min(rule.burst, had)
+    rule = Rule.put(record, (await _rules(work, [queue_id])).get(queue_id), work.now)
     await work.change_one("durable_queue", {"_id": queue_id}, _row_of(work, rule, owner), upsert=True)
     base = scope_text(owner, record.scope_name)
     await _adjust_permits(work, record, base)
@@ -301,7 +224,7 @@ async def set_queue(work: Work, record: QueueRecord) -> None:
         await _fill(work, rule, text, RELEASE_BATCH)
 
 
-def _row_of(work: Work, rule: _Rule, tenant_id: str) -> Change:
+def _row_of(work: Work, rule: Rule, tenant_id: str) -> Change:
     record = rule.record
     values: Mapping[str, Any] = {
         "scope_name": record.scope_name,
@@ -397,16 +320,12 @@ async def _next_scope(work: Work, after: str) -> str | None:
     return None if row is None else str(row["blocked_on"])
 
 
-async def _fill(work: Work, rule: _Rule | None, text: str, limit: int) -> int:
+async def _fill(work: Work, rule: Rule | None, text: str, limit: int) -> int:
     """Release as many of those blocked on a scope as it has room for now."""
     room = limit
     if rule is not None:
-        if rule.record.paused:
-            return 0
-        tokens = rule.refill(work.now)
-        if tokens is not None:
-            room = min(room, tokens // (rule.record.rate_period or 1))
-        if rule.record.max_concurrency is not None:
+        room = rule.lets(work.now, limit)
+        if room > 0 and rule.record.max_concurrency is not None:
             most = rule.record.max_concurrency
             room = min(room, most - await _in_flight(work, text, most))
     return await _unblock(work, text, room) if room > 0 else 0
@@ -474,7 +393,6 @@ async def _free_heads(work: Work, scope: Scope, limit: int) -> int:
 __all__ = [
     "ALONE",
     "SEQUENCE",
-    "Gates",
     "admit",
     "free",
     "gates",

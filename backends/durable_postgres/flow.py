@@ -13,12 +13,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
 from durable import flow as texts
-from durable.flow import EVERYBODY, owner_of, rule_id, rule_of, scope_text, scopes_of, split
+from durable.flow import (
+    ALONE,
+    EVERYBODY,
+    RELEASE_BATCH,
+    SEQUENCE,
+    Gates,
+    Rule,
+    gate_ids,
+    gates_of,
+    owner_of,
+    rule_id,
+    rule_of,
+    scope_text,
+    scopes_of,
+    split,
+)
 from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 from durable.storekit import within
 
@@ -26,11 +41,6 @@ from . import locks
 from .adapting import at, span
 from .operation import Ask, Operation, Row, Work, count, first, rows, together
 from .rows import IN_SCOPE, LIVE, of_scope
-
-ALONE: Final = "alone"
-SEQUENCE: Final = "sequence"
-RELEASE_BATCH: Final = 1_000
-"""Runs that one change of a row releases at the most; the net releases the rest."""
 
 _RULE: Final = """
 SELECT r.queue_id, r.scope_name, r.tenant_id, r.paused, r.max_concurrency, r.rate_count, r.rate_period, r.rate_burst,
@@ -152,61 +162,7 @@ class Candidate:
         return scopes_of(owner_of(self.tenant), self.queue, self.name, self.concurrency_key)
 
 
-@dataclass(frozen=True, slots=True)
-class Gates:
-    """What the rows of queues say to a claim as a whole: which give it nothing, and in which tenants take turns."""
-
-    closed: frozenset[str] = frozenset()
-    fair: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class _Rule:
-    """A row of durable_queue at work: what it allows, and what this transaction has used of it."""
-
-    queue_id: str
-    record: QueueRecord
-    tokens: int | None
-    """In parts of a token, of which `rate_period` make one: whole numbers, so that no start is lost to rounding."""
-    at: Instant | None
-    taken: Counter[str] = field(default_factory=Counter[str])
-    """Permits by scope text."""
-
-    @property
-    def burst(self) -> int:
-        return (self.record.rate_burst or self.record.rate_count or 0) * (self.record.rate_period or 0)
-
-    def refill(self, now: Instant) -> int | None:
-        """Parts in the bucket now; None: there is no rate."""
-        rate = self.record.rate_count
-        if rate is None:
-            return None
-        if self.tokens is None or self.at is None:
-            self.tokens = self.burst
-        else:
-            self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * rate)
-        # Who waited for the row may have an earlier now: no span of time is counted twice.
-        self.at = now if self.at is None else max(now, self.at)
-        return self.tokens
-
-    def next_token(self, now: Instant) -> Instant:
-        """The instant at which a whole token is there."""
-        period, rate = self.record.rate_period or 0, self.record.rate_count or 1
-        missing = period - (self.refill(now) or 0)
-        return now + max(0, -(-missing // rate))
-
-    def room(self, now: Instant, text: str) -> bool:
-        """Has the scope a place for one more?"""
-        if self.record.paused:
-            return False
-        tokens = self.refill(now)
-        if tokens is not None and tokens < (self.record.rate_period or 0):
-            return False
-        most = self.record.max_concurrency
-        return most is None or self.taken[text] < most
-
-
-def _rule(row: Row) -> _Rule:
+def _rule(row: Row) -> Rule:
     queue_id, scope_name, tenant, paused, most, rate, period, burst, tokens, since, fair = row
     record = QueueRecord(
         scope_name=scope_name,
@@ -218,16 +174,16 @@ def _rule(row: Row) -> _Rule:
         rate_burst=burst,
         fair=fair,
     )
-    return _Rule(queue_id, record, None if tokens is None else int(tokens), since)
+    return Rule(queue_id, record, None if tokens is None else int(tokens), since)
 
 
-def _rules(queue_ids: Iterable[str]) -> Operation[dict[str, _Rule]]:
+def _rules(queue_ids: Iterable[str]) -> Operation[dict[str, Rule]]:
     """Lock the rows of these scopes, in order."""
     found = yield from rows(RULES, sorted(set(queue_ids)))
     return {rule.queue_id: rule for rule in map(_rule, found)}
 
 
-def _count(pairs: Iterable[tuple[_Rule, str]]) -> Operation[None]:
+def _count(pairs: Iterable[tuple[Rule, str]]) -> Operation[None]:
     """Count what is in flight, in a statement after the lock: the holders before us have committed by now."""
     limited = {text: rule for rule, text in pairs if rule.record.max_concurrency is not None}
     if limited:
@@ -260,7 +216,7 @@ def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candida
     passed_over: Counter[tuple[str, str]] = Counter()
     for candidate in candidates:
         pairs = limited[candidate.run_id]
-        full = next((text for rule, text in pairs if not rule.room(work.now, text)), None)
+        full = next((text for rule, text in pairs if not rule.has_room(work.now, text)), None)
         if full is None:
             permits += _take(candidate.run_id, pairs)
             admitted.append(candidate)
@@ -270,24 +226,17 @@ def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candida
     yield from _write_down(permits, blocked, rules.values())
     for (queue_id, text), number in passed_over.items():
         # The place that it did not take in its other scopes goes to the next that waits there.
-        if rules[queue_id].room(work.now, text):
+        if rules[queue_id].has_room(work.now, text):
             yield from _unblock(work, text, number)
     return admitted
 
 
-def _take(run_id: str, limited: Sequence[tuple[_Rule, str]]) -> list[tuple[str, str]]:
-    taken: list[tuple[str, str]] = []
-    for rule, text in limited:
-        if rule.record.max_concurrency is not None:
-            taken.append((text, run_id))
-            rule.taken[text] += 1
-        if rule.tokens is not None:
-            rule.tokens -= rule.record.rate_period or 0
-    return taken
+def _take(run_id: str, limited: Sequence[tuple[Rule, str]]) -> list[tuple[str, str]]:
+    return [(text, run_id) for rule, text in limited if rule.take(text)]
 
 
 def _write_down(
-    permits: Sequence[tuple[str, str]], blocked: Sequence[tuple[str, str]], rules: Iterable[_Rule]
+    permits: Sequence[tuple[str, str]], blocked: Sequence[tuple[str, str]], rules: Iterable[Rule]
 ) -> Operation[None]:
     asks: list[Ask] = []
     if permits:
@@ -301,7 +250,7 @@ def _write_down(
         yield from together(*asks)
 
 
-def _spend(rated: Sequence[_Rule]) -> Ask:
+def _spend(rated: Sequence[Rule]) -> Ask:
     tokens = [None if rule.tokens is None else str(rule.tokens) for rule in rated]
     return Ask(SPEND, ([rule.queue_id for rule in rated], tokens, [at(rule.at) for rule in rated]))
 
@@ -352,20 +301,8 @@ def occupied(work: Work, sequence_keys: Iterable[str]) -> Operation[set[str]]:
 
 
 def gates(request: ClaimRequest) -> Operation[Gates]:
-    """A claim leaves a queue out whole that is paused for everybody, or for the tenant that it is bound to. What is paused for one
-    tenant goes on for the others: of an unbound claim `admit` holds that one's runs back, one by one, once."""
-    owners = {EVERYBODY, owner_of(request.scope)}
-    ids = [rule_id(owner, f"queue:{queue}") for owner in owners for queue in request.queues]
-    ids += [rule_id(owner, texts.TENANT) for owner in owners]
-    records = [_rule(row).record for row in (yield from rows(GATES, ids))]
-    paused = {record.scope_name for record in records if record.paused}
-    if texts.TENANT in paused:
-        return Gates(closed=frozenset(request.queues))
-    fair = {record.scope_name for record in records if record.fair} if request.scope is ALL else set[str]()
-    return Gates(
-        frozenset(queue for queue in request.queues if f"queue:{queue}" in paused),
-        frozenset(queue for queue in request.queues if f"queue:{queue}" in fair),
-    )
+    """See `durable.flow.gates_of`."""
+    return gates_of([_rule(row).record for row in (yield from rows(GATES, gate_ids(request)))], request)
 
 
 # -- the operator's side ----------------------------------------------------------------------------------------------------
@@ -385,20 +322,10 @@ def rules_of(pairs: Sequence[tuple[str, str]]) -> Operation[dict[str, QueueRecor
 def set_queue(work: Work, record: QueueRecord) -> Operation[None]:
     """Put a row; it counts for the next claim. What it held back and no longer holds is ready in the same write, up to a batch.
     Raises Conflict for a row that can mean nothing, before anything is written."""
-    texts.check(record)
     owner = owner_of(record.tenant)
     queue_id = rule_id(owner, record.scope_name)
     row = yield from first(BEFORE, queue_id)
-    before = None if row is None else _rule(row)
-    fresh = _Rule(queue_id, record, None, None)
-    tokens: int | None = None
-    since: Instant | None = None
-    if record.rate_count is not None:
-        tokens, since = fresh.burst, work.now
-        if before is not None and before.refill(work.now) is not None:
-            # A change of the rate hands out no new burst: what was there, in the new parts.
-            had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
-            tokens = min(fresh.burst, had)
+    rule = Rule.put(record, None if row is None else _rule(row), work.now)
     values: tuple[Any, ...] = (
         record.paused,
         record.max_concurrency,
@@ -406,10 +333,9 @@ def set_queue(work: Work, record: QueueRecord) -> Operation[None]:
         span(record.rate_period),
         record.rate_burst,
     )
-    bucket = (None if tokens is None else str(tokens), at(since), record.fair)
+    bucket = (None if rule.tokens is None else str(rule.tokens), at(rule.at), record.fair)
     tenant = None if record.tenant is ALL else record.tenant
     yield from count(PUT_RULE, queue_id, record.scope_name, tenant, *values, *bucket)
-    rule = _Rule(queue_id, record, tokens, since)
     base = scope_text(owner, record.scope_name)
     kind, _, name = record.scope_name.partition(":")
     if record.max_concurrency is None:
@@ -432,16 +358,12 @@ def _blocked_scopes(base: str) -> Operation[list[str]]:
     return found
 
 
-def _fill(work: Work, rule: _Rule | None, text: str, most: int) -> Operation[int]:
+def _fill(work: Work, rule: Rule | None, text: str, most: int) -> Operation[int]:
     """Release as many of those blocked on a scope as it has room for now."""
     room = most
     if rule is not None:
-        if rule.record.paused:
-            return 0
-        tokens = rule.refill(work.now)
-        if tokens is not None:
-            room = min(room, tokens // (rule.record.rate_period or 1))
-        if rule.record.max_concurrency is not None:
+        room = rule.lets(work.now, most)
+        if room > 0 and rule.record.max_concurrency is not None:
             yield from _count([(rule, text)])
             room = min(room, rule.record.max_concurrency - rule.taken[text])
     return (yield from _unblock(work, text, room)) if room > 0 else 0
@@ -487,7 +409,6 @@ __all__ = [
     "ALONE",
     "SEQUENCE",
     "Candidate",
-    "Gates",
     "admit",
     "free",
     "gates",

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from durable.flow import Turns, dealt, in_turn
+from durable.flow import Gates, Turns, dealt, in_turn
 from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Instant, Lease, RunRecord, Status, StepRecord
 
 from . import flow, landing
@@ -195,7 +195,7 @@ def _from_queue(
 
 
 def _alone(
-    con: sqlite3.Connection, now: Instant, request: ClaimRequest, routes: str, gates: flow.Gates | None
+    con: sqlite3.Connection, now: Instant, request: ClaimRequest, routes: str, gates: Gates | None
 ) -> list[tuple[Any, ...]]:
     """At most one run that lapsed twice in a row, and nothing beside it (15)."""
     everybody = request.scope is ALL

@@ -13,19 +13,31 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 from durable import flow as texts
-from durable.flow import ALONE, EVERYBODY, SEQUENCE, owner_of, rule_id, rule_of, scope_text, scopes_of, split
+from durable.flow import (
+    ALONE,
+    EVERYBODY,
+    RELEASE_BATCH,
+    SEQUENCE,
+    Gates,
+    Rule,
+    gate_ids,
+    gates_of,
+    owner_of,
+    rule_id,
+    rule_of,
+    scope_text,
+    scopes_of,
+    split,
+)
 from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
 from . import scopes
 from .connection import announce
 from .rows import of_scope
-
-RELEASE_BATCH: Final = 1_000
-"""Runs that one change of a row releases at the most; the net releases the rest."""
 
 _RULE = """
 SELECT queue_id, scope_name, tenant_id, paused, max_concurrency, rate_count, rate_period, rate_burst, rate_tokens, rate_at, fair
@@ -100,51 +112,7 @@ class Candidate:
         return scopes_of(self.tenant_id or "", self.queue, self.name, self.concurrency_key)
 
 
-@dataclass(frozen=True, slots=True)
-class Gates:
-    """What the rows of queues say to a claim as a whole: which give it nothing, and in which tenants take turns."""
-
-    closed: frozenset[str] = frozenset()
-    fair: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class _Rule:
-    """A row of durable_queue at work: what it allows, and what this transaction has used of it."""
-
-    queue_id: str
-    record: QueueRecord
-    tokens: int | None
-    """In parts of a token, of which `rate_period` make one: whole numbers, so that no start is lost to rounding."""
-    at: Instant | None
-    taken: Counter[str] = field(default_factory=Counter[str])
-    """Permits by scope text, once counted."""
-
-    @property
-    def burst(self) -> int:
-        return (self.record.rate_burst or self.record.rate_count or 0) * (self.record.rate_period or 0)
-
-    def refill(self, now: Instant) -> int | None:
-        """Parts in the bucket now; None: there is no rate."""
-        count = self.record.rate_count
-        if count is None:
-            return None
-        if self.tokens is None or self.at is None:
-            self.tokens = self.burst
-        else:
-            self.tokens = min(self.burst, self.tokens + max(0, now - self.at) * count)
-        # Who waited for the row may have an earlier now: no span of time is counted twice.
-        self.at = now if self.at is None else max(now, self.at)
-        return self.tokens
-
-    def next_token(self, now: Instant) -> Instant:
-        """The instant at which a whole token is there."""
-        period, count = self.record.rate_period or 0, self.record.rate_count or 1
-        missing = period - (self.refill(now) or 0)
-        return now + max(0, -(-missing // count))
-
-
-def _rule(row: tuple[Any, ...]) -> _Rule:
+def _rule(row: tuple[Any, ...]) -> Rule:
     queue_id, scope_name, tenant, paused, most, count, period, burst, tokens, at, fair = row
     record = QueueRecord(
         scope_name=str(scope_name),
@@ -156,14 +124,14 @@ def _rule(row: tuple[Any, ...]) -> _Rule:
         rate_burst=_whole(burst),
         fair=bool(fair),
     )
-    return _Rule(str(queue_id), record, _whole(tokens), _whole(at))
+    return Rule(str(queue_id), record, _whole(tokens), _whole(at))
 
 
 def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _rules(con: sqlite3.Connection, queue_ids: Iterable[str]) -> dict[str, _Rule]:
+def _rules(con: sqlite3.Connection, queue_ids: Iterable[str]) -> dict[str, Rule]:
     rows = con.execute(RULES, (json.dumps(sorted(set(queue_ids))),)).fetchall()
     return {rule.queue_id: rule for rule in map(_rule, rows)}
 
@@ -199,30 +167,19 @@ def admit(con: sqlite3.Connection, now: Instant, candidates: Sequence[Candidate]
     return admitted
 
 
-def _room(con: sqlite3.Connection, now: Instant, rule: _Rule, text: str) -> bool:
-    if rule.record.paused:
-        return False
-    tokens = rule.refill(now)
-    if tokens is not None and tokens < (rule.record.rate_period or 0):
-        return False
-    most = rule.record.max_concurrency
-    if most is None:
-        return True
-    if text not in rule.taken:
+def _room(con: sqlite3.Connection, now: Instant, rule: Rule, text: str) -> bool:
+    if rule.record.max_concurrency is not None and text not in rule.taken and rule.lets(now):
         rule.taken[text] = con.execute(IN_FLIGHT, (text,)).fetchone()[0]
-    return rule.taken[text] < most
+    return rule.has_room(now, text)
 
 
-def _take(con: sqlite3.Connection, now: Instant, run_id: str, limited: Sequence[tuple[_Rule, str]]) -> None:
+def _take(con: sqlite3.Connection, now: Instant, run_id: str, limited: Sequence[tuple[Rule, str]]) -> None:
     for rule, text in limited:
-        if rule.record.max_concurrency is not None:
+        if rule.take(text):
             con.execute(TAKE_PERMIT, (text, run_id, now))
-            rule.taken[text] += 1
-        if rule.tokens is not None:
-            rule.tokens -= rule.record.rate_period or 0
 
 
-def _write_buckets(con: sqlite3.Connection, rules: Iterable[_Rule]) -> None:
+def _write_buckets(con: sqlite3.Connection, rules: Iterable[Rule]) -> None:
     con.executemany(SPEND, [(r.tokens, r.at, r.queue_id) for r in rules if r.record.rate_count is not None])
 
 
@@ -264,21 +221,8 @@ def ruled(con: sqlite3.Connection, request: ClaimRequest) -> bool:
 
 
 def gates(con: sqlite3.Connection, request: ClaimRequest) -> Gates:
-    """A claim leaves a queue out whole that is paused for everybody, or for the tenant that it is bound to. What is paused for one
-    tenant goes on for the others: of an unbound claim `admit` holds that one's runs back, one by one, once."""
-    owners = {EVERYBODY, owner_of(request.scope)}
-    ids = [rule_id(owner, f"queue:{queue}") for owner in owners for queue in request.queues]
-    ids += [rule_id(owner, texts.TENANT) for owner in owners]
-    records = [rule.record for rule in _rules(con, ids).values()]
-    paused = {record.scope_name for record in records if record.paused}
-    if texts.TENANT in paused:
-        return Gates(closed=frozenset(request.queues))
-    fair = {record.scope_name for record in records if record.fair} if request.scope is ALL else set[str]()
-    queues = request.queues
-    return Gates(
-        frozenset(queue for queue in queues if f"queue:{queue}" in paused),
-        frozenset(queue for queue in queues if f"queue:{queue}" in fair),
-    )
+    """See `durable.flow.gates_of`."""
+    return gates_of([rule.record for rule in _rules(con, gate_ids(request)).values()], request)
 
 
 # -- the operator's side ----------------------------------------------------------------------------------------------------
@@ -298,22 +242,12 @@ def queues(con: sqlite3.Connection, scope: Scope) -> list[QueueRecord]:
 def set_queue(con: sqlite3.Connection, now: Instant, record: QueueRecord) -> None:
     """Put a row; it counts for the next claim. What it held back and no longer holds is ready in the same write, up to a batch.
     Raises Conflict for a row that can mean nothing, before anything is written."""
-    texts.check(record)
     owner = owner_of(record.tenant)
     queue_id = rule_id(owner, record.scope_name)
-    before = _rules(con, [queue_id]).get(queue_id)
-    tokens: int | None = None
-    at: Instant | None = None
-    if record.rate_count is not None:
-        fresh = _Rule(queue_id, record, None, None)
-        tokens, at = fresh.burst, now
-        if before is not None and before.refill(now) is not None:
-            # A change of the rate hands out no new burst: what was there, in the new parts.
-            had = (before.tokens or 0) * (record.rate_period or 0) // (before.record.rate_period or 1)
-            tokens = min(fresh.burst, had)
+    rule = Rule.put(record, _rules(con, [queue_id]).get(queue_id), now)
     values = (record.paused, record.max_concurrency, record.rate_count, record.rate_period, record.rate_burst)
-    con.execute(PUT_RULE, (queue_id, record.scope_name, owner or None, *values, tokens, at, record.fair, now))
-    rule = _rules(con, [queue_id])[queue_id]
+    bucket = (rule.tokens, rule.at, record.fair)
+    con.execute(PUT_RULE, (queue_id, record.scope_name, owner or None, *values, *bucket, now))
     base = scope_text(owner, record.scope_name)
     kind, _, name = record.scope_name.partition(":")
     if record.max_concurrency is None:
@@ -336,16 +270,12 @@ def _blocked_scopes(con: sqlite3.Connection, base: str) -> list[str]:
     return found
 
 
-def _fill(con: sqlite3.Connection, now: Instant, rule: _Rule | None, text: str, limit: int) -> int:
+def _fill(con: sqlite3.Connection, now: Instant, rule: Rule | None, text: str, limit: int) -> int:
     """Release as many of those blocked on a scope as it has room for now."""
     room = limit
     if rule is not None:
-        if rule.record.paused:
-            return 0
-        tokens = rule.refill(now)
-        if tokens is not None:
-            room = min(room, tokens // (rule.record.rate_period or 1))
-        if rule.record.max_concurrency is not None:
+        room = rule.lets(now, limit)
+        if room > 0 and rule.record.max_concurrency is not None:
             in_flight: int = con.execute(IN_FLIGHT, (text,)).fetchone()[0]
             room = min(room, rule.record.max_concurrency - in_flight)
     return _unblock(con, text, room) if room > 0 else 0
@@ -389,7 +319,6 @@ __all__ = [
     "ALONE",
     "SEQUENCE",
     "Candidate",
-    "Gates",
     "admit",
     "free",
     "gates",

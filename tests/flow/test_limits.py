@@ -23,9 +23,6 @@ from flow.fleet import Fleet, Line
 from flow.population import QUICK, RATED, limited, work
 
 import durable
-import durable_mongo.flow
-import durable_postgres.flow
-import durable_sqlite.flow
 from durable.model import QueueRecord
 from durable.settings import SECOND
 
@@ -169,14 +166,3 @@ def _kill_one_that_is_at_work(fleet: Fleet, dice: random.Random) -> None:
         if places or time.monotonic() > deadline:
             return fleet.kill(dice.choice(places or range(WORKERS)))
         time.sleep(0.002)
-
-
-@pytest.mark.parametrize("flow", [durable_sqlite.flow, durable_postgres.flow, durable_mongo.flow])
-def test_a_bucket_counts_no_span_of_time_twice_whoever_waited_for_its_row(flow: Any) -> None:
-    """A transaction that began early and got the row late has an earlier now than the one before it."""
-    record = QueueRecord(scope_name="queue:default", rate_count=1, rate_period=SECOND, rate_burst=100)
-    rule = flow._Rule("queue:default", record, 0, 0)
-    assert rule.refill(10 * SECOND) == 10 * SECOND
-    assert rule.refill(4 * SECOND) == 10 * SECOND
-    assert rule.refill(10 * SECOND) == 10 * SECOND, "the six seconds between them were counted again"
-    assert rule.refill(11 * SECOND) == 11 * SECOND
