@@ -150,7 +150,8 @@ class RunStore(Protocol):
         keeps its row and gets the suffix `@{attempts of the parent}` on `parent_step_id`. `failures` and `reclaims` are 0, the
         cancel stamps and the error are cleared, a deadline starts anew with its old length, `extra_attempts` is added.
         `attempts` is what the caller saw: where the run has moved on since, nothing is done and the run is returned as it is.
-        Nodes behind it that landed `upstream` are suspended again, and a graph that landed goes on (77).
+        Nodes behind it that landed `upstream` are suspended again, and a graph that landed goes on, and each one around it; for a
+        graph all its failed nodes come back, and those of a graph that is such a node (77).
         Conflict: not terminal, completed, or a compensation has run. NotFound: unknown, purged, or another tenant's.
         """
         ...

@@ -29,13 +29,16 @@ async def retry(work: Work, run_id: str, scope: Scope, attempts: int, extra_atte
         raise unknown_run(run_id)
     if run["attempts"] != attempts or (run["status"] == Status.PENDING and run.get("claim_token") == OPERATOR):
         return run_record(run)
-    nodes = await _failed_nodes(work, run)
-    for one in (run, *nodes):
+    retried = [run]
+    graphs: set[str] = set()
+    for one in retried:  # it grows: a node may be a graph, whose nodes failed
         await _refuse(work, one)
-    back = {one["_id"] for one in (run, *nodes)}
-    await _again(work, run, 0 if nodes else extra_attempts, back)
-    for node in nodes:
-        await _again(work, node, extra_attempts, back)
+        nodes = await _failed_nodes(work, one)
+        retried += nodes
+        graphs |= {one["_id"]} if nodes else set()
+    back = {one["_id"] for one in retried}
+    for one in retried:
+        await _again(work, one, 0 if one["_id"] in graphs else extra_attempts, back)
     after = await _read(work, run_id)
     assert after is not None
     return run_record(after)
@@ -199,6 +202,7 @@ async def _nodes_come_back(work: Work, node: Document) -> None:
         await _revive(work, graph, Status.PENDING)
         work.announce(f"queue:{graph['queue']}")
         work.announce(f"run:{graph['_id']}")
+        await _nodes_come_back(work, graph)  # it may be a node of another one
 
 
 async def _nodes_behind(work: Work, retried: Document) -> dict[str, tuple[Document, int]]:

@@ -82,14 +82,16 @@ def retry(work: Work, run_id: str, scope: Scope, attempts: int, extra_attempts: 
         raise unknown_run(run_id)
     if run.attempts != attempts or (run.status is Status.PENDING and run.lease_owner == OPERATOR):
         return run
-    yield from _refuse(run)
-    nodes = yield from _failed_nodes(run, positions)
-    for node, _ in nodes:
-        yield from _refuse(node)
-    back = {run_id, *(node.run_id for node, _ in nodes)}
-    yield from _again(work, run, positions, 0 if nodes else extra_attempts, back)
-    for node, its_positions in nodes:
-        yield from _again(work, node, its_positions, extra_attempts, back)
+    retried = [(run, positions)]
+    graphs: set[str] = set()
+    for one, its_positions in retried:  # it grows: a node may be a graph, whose nodes failed
+        yield from _refuse(one)
+        nodes = yield from _failed_nodes(one, its_positions)
+        retried += nodes
+        graphs |= {one.run_id} if nodes else set()
+    back = {one.run_id for one, _ in retried}
+    for one, its_positions in retried:
+        yield from _again(work, one, its_positions, 0 if one.run_id in graphs else extra_attempts, back)
     after, _ = yield from _read(run_id)
     assert after is not None
     return after
@@ -187,6 +189,8 @@ def _nodes_come_back(work: Work, node: RunRecord) -> Operation[None]:
         yield from _revive(work, graph, Status.PENDING)
         work.announce(f"queue:{graph.queue}")
         work.announce(f"run:{graph.run_id}")
+        yield from locks.family([graph.run_id])
+        yield from _nodes_come_back(work, graph)  # it may be a node of another one
 
 
 def _nodes_behind(node: RunRecord) -> Operation[dict[str, int]]:

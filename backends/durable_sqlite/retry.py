@@ -77,13 +77,16 @@ def retry(
         raise unknown_run(run_id)
     if run.attempts != attempts or (run.status is Status.PENDING and run.lease_owner == OPERATOR):
         return run
-    nodes = _failed_nodes(con, run)
-    for one in (run, *nodes):
+    retried = [run]
+    graphs: set[str] = set()
+    for one in retried:  # it grows: a node may be a graph, whose nodes failed
         _refuse(con, one)
-    back = {one.run_id for one in (run, *nodes)}
-    _again(con, now, run, 0 if nodes else extra_attempts, back)
-    for node in nodes:
-        _again(con, now, node, extra_attempts, back)
+        nodes = _failed_nodes(con, one)
+        retried += nodes
+        graphs |= {one.run_id} if nodes else set()
+    back = {one.run_id for one in retried}
+    for one in retried:
+        _again(con, now, one, 0 if one.run_id in graphs else extra_attempts, back)
     after = _read(con, run_id)
     assert after is not None
     return after
@@ -170,6 +173,7 @@ def _nodes_come_back(con: sqlite3.Connection, now: Instant, node: RunRecord) -> 
         _revive(con, now, graph.run_id, Status.PENDING)
         announce(con, f"queue:{graph.queue}")
         announce(con, f"run:{graph.run_id}")
+        _nodes_come_back(con, now, graph)  # it may be a node of another one
 
 
 def _nodes_behind(con: sqlite3.Connection, node: RunRecord) -> dict[str, int]:

@@ -268,6 +268,43 @@ async def test_a_graph_whose_failed_node_was_purged_is_not_retried(scene: Scene)
         await scene.store.retry(held.run.run_id, scope=ALL, attempts=held.lease.attempts)
 
 
+async def nested_graphs(scene: Scene) -> tuple[Claimed, dict[str, str], Claimed, dict[str, str]]:
+    """A graph, the node `x` of which is a graph, too: a node of that failed, so both landed failed."""
+    outer = await scene.take()
+    outer_ids = await start_nodes(scene, outer, {"x": "", "y": "x"})
+    inner, inner_ids = await landed_graph(
+        scene, {"a": "", "b": "a"}, fail="a", held=await scene.take_exactly(outer_ids["x"])
+    )
+    await land_graph(scene, outer, fail="x")
+    return outer, outer_ids, inner, inner_ids
+
+
+@rule(77, 50)
+async def test_a_retry_of_a_graph_retries_what_failed_in_a_graph_that_is_its_node(scene: Scene) -> None:
+    outer, outer_ids, inner, inner_ids = await nested_graphs(scene)
+    await scene.store.retry(outer.run.run_id, scope=ALL, attempts=outer.lease.attempts, extra_attempts=2)
+    statuses = [(await scene.get(run_id)).status for run_id in (*outer_ids.values(), *inner_ids.values())]
+    assert statuses == ["pending", "suspended", "pending", "suspended"]
+    most = [(await scene.get(run_id)).max_attempts for run_id in (outer.run.run_id, inner.run.run_id, inner_ids["a"])]
+    assert most == [1, 1, 3]
+    assert await scene.steps(inner.run.run_id) == ["graph:g"]
+    assert list(await scene.store.audit(scope=ALL)) == []
+
+
+@rule(77, 50)
+async def test_a_retry_of_a_node_brings_back_every_graph_around_it(scene: Scene) -> None:
+    outer, outer_ids, inner, inner_ids = await nested_graphs(scene)
+    await scene.store.retry(inner_ids["a"], scope=ALL, attempts=1)
+    runs = (outer.run.run_id, *outer_ids.values(), *inner_ids.values())
+    statuses = [(await scene.get(run_id)).status for run_id in runs]
+    assert statuses == ["pending", "pending", "suspended", "pending", "suspended"]
+    assert await scene.steps(outer.run.run_id) == ["graph:g"]
+    assert await scene.steps(inner.run.run_id) == ["graph:g"]
+    for run_id in (*inner_ids.values(), *outer_ids.values()):
+        await scene.complete(await scene.take_exactly(run_id))
+    assert list(await scene.store.audit(scope=ALL)) == []
+
+
 async def start_nodes(scene: Scene, held: Claimed, edges: dict[str, str], **changes: Any) -> dict[str, str]:
     """As the engine does: all nodes are written with one record of the graph. Returns name → run id."""
     ids = {name: new_run().run_id for name in edges}
@@ -284,15 +321,21 @@ async def start_nodes(scene: Scene, held: Claimed, edges: dict[str, str], **chan
 
 
 async def landed_graph(
-    scene: Scene, edges: dict[str, str], *, fail: str, **changes: Any
+    scene: Scene, edges: dict[str, str], *, fail: str, held: Claimed | None = None, **changes: Any
 ) -> tuple[Claimed, dict[str, str]]:
     """A graph that landed failed, because the nodes `fail` did; the others completed or were never run."""
-    held = await scene.take()
+    held = await scene.take() if held is None else held
     ids = await start_nodes(scene, held, edges, **changes)
     for name in edges:
         if (await scene.get(ids[name])).status == Status.PENDING:
             node = await scene.take_exactly(ids[name])
             await (scene.fail(node) if name in fail else scene.complete(node))
+    await land_graph(scene, held, fail=fail)
+    return held, ids
+
+
+async def land_graph(scene: Scene, held: Claimed, *, fail: str) -> None:
+    """Its nodes have landed: the graph is given their ends, and fails because of the nodes `fail`."""
     blamed: list[int] = []
     for end in (await scene.inbox(held)).children:
         answer = await scene.append(held, f"{end.step_id}:end", kind=RecordKind.CHILD, seen=0)
@@ -301,4 +344,3 @@ async def landed_graph(
             assert answer.record.position is not None
             blamed.append(answer.record.position)
     await scene.fail(held, positions=tuple(blamed))
-    return held, ids
