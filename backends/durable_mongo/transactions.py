@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NoReturn, TypeVar
 
-from pymongo import ReadPreference
+from pymongo import AsyncMongoClient, ReadPreference
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
@@ -169,10 +169,7 @@ async def _checked(database: Database, tx: object) -> tuple[NativeDatabase, Any]
     elif motor.is_session(tx):
         native = motor.database_of(tx, database.name)
     else:
-        raise Misuse(
-            f"tx is a {type(tx).__name__}",
-            hint="pass the AsyncClientSession (or Motor's) on which your transaction is open",
-        )
+        raise _no_session(tx)
     if not tx.in_transaction:  # type: ignore[attr-defined]
         raise Misuse("the session has no open transaction", hint="await session.start_transaction() first")
     versions = Tables(native, database.renames)[VERSIONS]
@@ -183,6 +180,17 @@ async def _checked(database: Database, tx: object) -> tuple[NativeDatabase, Any]
             hint="open both on the same deployment; only then they commit together",
         )
     return native, tx
+
+
+def _no_session(tx: object) -> Misuse:
+    what = type(tx).__name__
+    if isinstance(tx, AsyncMongoClient) or motor.is_client(tx):
+        # Accepting it would write at once what the caller believes to stand and fall with a transaction.
+        return Misuse(
+            f"tx is a client ({what}): it has no transaction of its own",
+            hint="pass the session of your transaction: the one that the client's start_session() gave",
+        )
+    return Misuse(f"tx is a {what}", hint="pass the AsyncClientSession (or Motor's) on which your transaction is open")
 
 
 __all__ = ["LentSession", "exactly_once", "on_callers"]

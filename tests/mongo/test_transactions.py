@@ -342,6 +342,23 @@ async def test_a_conflict_leaves_a_motor_transaction_usable(scene: Scene, room: 
     assert len(await scene.runs()) == 1
 
 
+@pytest.mark.parametrize("kind", ["motor", "pymongo"])
+async def test_a_client_in_the_place_of_a_session_is_refused_before_anything_is_written(
+    scene: Scene, room: Room, motor: Any, kind: str
+) -> None:
+    """It has no transaction: what the caller believes to be inside one would be there at once."""
+    held = await scene.take()
+    run, signal = new_run(), NewSignal(run_id=held.run.run_id, name="go", payload="1", dedup_id="d")
+    async with AsyncMongoClient[dict[str, Any]](room.url) as own:
+        client: Any = motor if kind == "motor" else own
+        for write in (scene.store.enqueue([run], tx=client), scene.store.send(signal, scope=ALL, tx=client)):
+            with pytest.raises(Misuse, match="it has no transaction of its own") as refused:
+                await write
+            assert "session of your transaction" in str(refused.value.hint)
+    assert await scene.gone(run.run_id)
+    assert not (await scene.inbox(held)).signals
+
+
 def test_motor_is_never_imported_by_the_backend() -> None:
     code = "import durable_mongo, sys; print('motor' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
