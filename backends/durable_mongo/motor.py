@@ -1,8 +1,8 @@
 """Motor, for applications that still hold its client: their sessions are accepted as `tx=` (extra `motor`). Motor is not used inside.
 
 `transactions.py` asks here whether a session is Motor's; what is written goes through the client that the session belongs to. Its
-collections are called as PyMongo's own (`operation.py` copes with the one difference that matters, a cursor that is given at once). Motor is
-past its end of life, and a caller is told so once.
+collections are called as PyMongo's own (`operation.py` copes with the one difference that matters, a cursor that is given at once). Motor
+is past its end of life, and a caller is told so once.
 """
 
 from __future__ import annotations
