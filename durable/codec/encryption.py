@@ -87,9 +87,9 @@ class KeyRing:
     @classmethod
     def of(cls, keys: Keys, origin: str = "encryption_key") -> KeyRing:
         """The ring of configured keys. Raises ConfigurationError, which never shows a key, for anything that is none."""
-        given: Sequence[object] = (
-            keys.split(",") if isinstance(keys, str) else [keys] if isinstance(keys, bytes) else keys
-        )
+        given: object = [keys] if isinstance(keys, str | bytes) else keys
+        if not isinstance(given, Sequence):
+            raise ConfigurationError(f"{origin}: {type(given).__name__} is no key and no sequence of keys", hint=_HINT)
         read = [part for one in given for part in (one.split(",") if isinstance(one, str) else [one])]
         if not read:
             raise ConfigurationError(f"{origin}: there is no key in it", hint=_HINT)
@@ -154,7 +154,12 @@ def _parts(text: str) -> tuple[str, str, str, bytes]:
     try:
         _, version, key_id, rest = json.loads(text).split(":", 3)
         origin, _, secret = rest.rpartition(":")
-        return version, key_id, origin, base64.b64decode(secret, validate=True)
+        sealed = base64.b64decode(secret, validate=True)
+        if (
+            base64.b64encode(sealed).decode() != secret
+        ):  # the last character has bits that say nothing: only zeros are ours
+            raise ValueError("another spelling of the same bytes")
+        return version, key_id, origin, sealed
     except (ValueError, TypeError, binascii.Error):
         raise EncryptionError("an encrypted payload is damaged: it has lost its form") from None
 

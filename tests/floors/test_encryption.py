@@ -75,6 +75,16 @@ def test_a_text_with_any_character_changed_is_refused_with_a_typed_error() -> No
             decrypt(changed)
 
 
+def test_a_text_whose_last_character_was_changed_in_bits_that_say_nothing_is_refused_too() -> None:
+    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+    for text in ('"t"', '"te"', '"tex"'):  # one of the three leaves no such bits
+        stored = RING.encrypt(text, tenant=TENANT, origin="run", field="input")
+        body = stored.rstrip('"').rstrip("=")
+        changed = body[:-1] + alphabet[alphabet.index(body[-1]) ^ 1] + stored[len(body) :]
+        with pytest.raises(EncryptionError):
+            decrypt(changed)
+
+
 @pytest.mark.parametrize("length", range(22, 80, 3))
 def test_a_text_that_is_cut_short_is_refused_with_a_typed_error(length: int) -> None:
     with pytest.raises(EncryptionError):
@@ -113,7 +123,22 @@ def test_keys_are_bytes_or_base64_text_one_or_several() -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    ["", " ", [], "sesame open", b"short", b"", "c2hvcnQ=", [OLD, OLD], [OLD, b"x"], [7], "é" * 32, f"{'A' * 43}=,"],
+    [
+        "",
+        " ",
+        [],
+        "sesame open",
+        b"short",
+        b"",
+        "c2hvcnQ=",
+        [OLD, OLD],
+        [OLD, b"x"],
+        [7],
+        7,
+        {OLD},
+        "é" * 32,
+        f"{'A' * 43}=,",
+    ],
 )
 def test_what_is_no_key_is_refused_and_never_shown(keys: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
