@@ -211,13 +211,17 @@ def _no_worker(run: RunRecord, workers: Iterable[WorkerRecord], now: Instant, le
         if worker.seen_at >= now - lease and (not worker.bound or worker.tenant == run.tenant)
     ]
     if not live:
-        return "no_worker", "No worker that serves it is live."
+        return "no_worker", f"No worker that serves it is live; start one: durable worker MODULE --queue {run.queue}."
     live = [worker for worker in live if run.queue in worker.queues]
     if not live:
-        return "no_worker", f"No live worker serves the queue {run.queue!r}."
+        return (
+            "no_worker",
+            f"No live worker serves the queue {run.queue!r}; start one: durable worker MODULE --queue {run.queue}.",
+        )
     live = [worker for worker in live if any(name == run.name for name, _ in worker.functions)]
     if not live:
-        return "unknown_function", f"No live worker of the queue {run.queue!r} knows the function {run.name!r}."
+        text = f"No live worker of the queue {run.queue!r} knows the function {run.name!r}"
+        return "unknown_function", f"{text}; start one with the module that declares it."
     if run.version is not None:
         live = [worker for worker in live if (run.name, run.version) in worker.functions]
         if not live:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -83,17 +84,31 @@ async def show(url: str | None, say: Callable[[str], None]) -> Proof:
     with tempfile.TemporaryDirectory(prefix="durable-demo-") as directory:
         log = Path(directory, "steps.log")
         store = url or f"sqlite:///{Path(directory, 'demo.db')}"
+        queue = f"demo-{uuid.uuid4().hex[:12]}"  # of this demo alone: what another one left or does is not in its proof
         workers: list[subprocess.Popen[bytes]] = []
 
         def start_worker() -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", "durable", "worker", demo_steps.__name__, "--url", store, "--lease", LEASE]
+            app = f"{demo_steps.__name__}:registry"
+            command = [
+                sys.executable,
+                "-m",
+                "durable",
+                "worker",
+                app,
+                "--url",
+                store,
+                "--queue",
+                queue,
+                "--lease",
+                LEASE,
+            ]
             process = subprocess.Popen(command, env={**os.environ, demo_steps.LOG_VARIABLE: str(log)})
             workers.append(process)
             return process
 
         try:
             async with durable.Client(store, auto_migrate=True) as client:
-                run = await client.start(demo_steps.checkout, "order-42")
+                run = await client.start(demo_steps.checkout.using(queue=queue), "order-42")
                 say(
                     f"started run {run.id} of five steps on {'a temporary SQLite file' if url is None else 'your database'}"
                 )

@@ -2,7 +2,8 @@
 
 The log is the proof that does not come from the database: one line per beginning and end of a step's body, appended with
 a single write, so that a killed process leaves whole lines only. `demo.py` starts the workers as anybody would:
-`durable worker durable.cli.demo_steps`.
+`durable worker durable.cli.demo_steps:registry`. The functions of the demo are in a registry of their own, since every command
+imports this module: a worker of somebody else's functions does not serve them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ async def thank(order: str) -> str:
     return await _work("thank", order)
 
 
-@durable.function(name="demo_checkout")
+registry = durable.Registry("demo")
+
+
+@durable.function(name="demo_checkout", registry=registry)
 async def checkout(ctx: durable.Context, order: str) -> list[str]:
     """The durable function of the demo: five steps, one after the other."""
     return [

@@ -20,7 +20,8 @@ T = TypeVar("T")
 Url: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--url", help="The store, e.g. sqlite:///shop.db. Otherwise DURABLE_URL, durable.toml or [tool.durable]."
+        "--url",
+        help="The store, e.g. sqlite:///shop.db. Otherwise DURABLE_URL, durable.toml or tool.durable of pyproject.toml.",
     ),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="One line of JSON per thing, also on a terminal.")]

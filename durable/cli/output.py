@@ -43,16 +43,18 @@ class Output:
             self._console.print(Text(text, style=style))
 
     def table(self, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-        """Print rows: a table on a terminal, a line of JSON per row otherwise."""
+        """Print rows: a table on a terminal, without the columns that no row fills; a line of JSON per row otherwise."""
         if self.machine:
             for row in rows:
                 self.data(row)
             return
         table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-        for column in columns:
-            table.add_column(column.replace("_", " "), overflow="fold")
+        shown = [column for column in columns if not rows or any(row.get(column) is not None for row in rows)]
+        for column in shown:
+            # An id is there to be copied: it stays on one line, whatever the others have to do for it.
+            table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column == "id")
         for row in rows:
-            table.add_row(*(Text(plain(row.get(column))) for column in columns))
+            table.add_row(*(Text(plain(row.get(column))) for column in shown))
         self._console.print(table)
         if not rows:
             self._console.print(Text("none", style="dim"))

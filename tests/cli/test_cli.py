@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from durable.cli import main
+from durable.cli import demo_steps, main
 from durable.cli.work_commands import pace_the_collector
+from durable.function import default_registry
 
 HERE = Path(__file__).parent
 
@@ -194,11 +195,10 @@ def test_the_url_of_durable_toml_is_used_and_the_argument_goes_first(shell: Shel
     assert (shell.directory / "from-argument.db").exists()
 
 
-def test_a_terminal_gets_a_table_and_no_control_character_of_the_data(shell: Shell) -> None:
-    shell("start", "shop:quote", json.dumps("\x1b[31mred"))
-    shell("start", "shop:quote", "x", "--idempotency-key", "red\u202ekey")
+def on_terminal(shell: Shell, *words: str) -> str:
+    """What a command shows on a terminal of 80 columns: a dumb one always counts as that wide."""
     leader, follower = pty.openpty()
-    process = shell.process("runs", "list", stdout=follower)
+    process = shell.process(*words, stdout=follower)
     os.close(follower)
     shown = b""
     deadline = time.monotonic() + 60
@@ -212,9 +212,35 @@ def test_a_terminal_gets_a_table_and_no_control_character_of_the_data(shell: She
         shown += chunk
     os.close(leader)
     assert process.wait(30) == 0
-    assert "quote" in shown.decode()
-    assert "\x1b[31m" not in shown.decode()
-    assert "{" not in shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_gets_a_table_and_no_control_character_of_the_data(shell: Shell) -> None:
+    shell("start", "shop:quote", json.dumps("\x1b[31mred"))
+    shell("start", "shop:quote", "x", "--idempotency-key", "red\u202ekey")
+    shown = on_terminal(shell, "runs", "list")
+    assert "quote" in shown
+    assert "\x1b[31m" not in shown
+    assert "{" not in shown
+
+
+def test_an_id_is_shown_on_one_line_of_a_narrow_terminal_so_that_it_can_be_copied(shell: Shell) -> None:
+    (started,) = shell("start", "shop:quote", "x", "--queue", "a-queue-with-a-long-name")
+    shown = on_terminal(shell, "runs", "list")
+    assert started["id"] in shown
+    assert "error" not in shown  # a column that no row fills only takes room
+
+
+@pytest.mark.parametrize("command", [["worker"], ["runs", "list"], ["doctor"], ["migrate"]])
+def test_the_help_names_every_place_of_the_url(shell: Shell, command: list[str]) -> None:
+    shell.monkeypatch.setenv("COLUMNS", "200")
+    told = " ".join(shell.raw(*command, "--help").split())
+    assert "Otherwise DURABLE_URL, durable.toml or tool.durable of pyproject.toml." in told
+
+
+def test_a_worker_does_not_serve_the_functions_of_the_demo(shell: Shell) -> None:
+    assert "demo_checkout" in {function.name for function in demo_steps.registry}
+    assert "demo_checkout" not in {function.name for function in default_registry}
 
 
 def test_a_worker_takes_what_is_configured_unless_it_is_told_otherwise(shell: Shell) -> None:

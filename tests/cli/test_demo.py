@@ -6,10 +6,12 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import durable
 from durable.cli import demo, demo_steps
 from durable.model import RecordKind, StepRecord
 
@@ -29,6 +31,21 @@ def test_the_killed_run_resumes_and_the_proof_holds() -> None:
         (2, 2, 1),
         (2, 1, 1),
     ]
+
+
+def test_what_an_interrupted_demo_left_in_the_store_is_not_in_the_proof_of_the_next(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'shop.db'}"
+    with durable.SyncClient(url) as client:
+        left = client.start(demo_steps.checkout, "order-42")
+        done = subprocess.run(
+            [sys.executable, "-m", "durable", "demo", "--json", "--url", url],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert client.get(left.id).status == "pending"
 
 
 @dataclasses.dataclass

@@ -45,7 +45,7 @@ async def test_a_ready_run_is_ready(scene: Scene) -> None:
     ("worker", "run", "code", "word"),
     [
         (None, {}, "no_worker", "No worker"),
-        ({"queues": {"other": 1}}, {}, "no_worker", "'default'"),
+        ({"queues": {"other": 1}}, {}, "no_worker", "--queue default"),
         ({"bound": True, "tenant": ACME}, {"tenant": BETA}, "no_worker", "No worker"),
         ({}, {"name": "nobody_knows"}, "unknown_function", "nobody_knows"),
         ({}, {"name": "versioned", "version": "1"}, "other_version", "'1'"),
