@@ -14,11 +14,12 @@ import pytest
 from postgres.conftest import pretending
 from servers.postgres import Database, server
 
-from durable.errors import ConfigurationError, StoreUnavailable
+from durable.errors import ConfigurationError, SchemaMismatch, StoreUnavailable
 from durable.model import ALL, RunQuery
 from durable.settings import HOUR, SECOND, Settings
+from durable.storekit import Migration
 from durable.testing.conformance.scenario import Scene, new_run
-from durable_postgres import Store, backend
+from durable_postgres import Store, backend, schema
 from durable_postgres.opening import read
 
 
@@ -204,3 +205,51 @@ def test_a_store_is_used_from_several_event_loops_and_lets_go_of_all_connections
                 break
             con.execute("SELECT pg_sleep(0.02)")
         assert left == (0,)
+
+
+# -- tables of another version ----------------------------------------------------------------------------------------------------
+
+
+NEXT = Migration(
+    version=len(schema.migrations()) + 1,
+    name="0900_later",
+    text="-- transactional\nCREATE TABLE durable_worker_note (\n    note text NOT NULL\n);\n",
+)
+
+
+@pytest.fixture
+def older(database: Database, monkeypatch: pytest.MonkeyPatch) -> Database:
+    """As if this were the code of the next release, with one more migration: the database has the tables of the one before."""
+    found = [*schema.migrations(), NEXT]
+    monkeypatch.setattr(schema, "migrations", lambda: found)
+    monkeypatch.setattr(schema, "_wanted", lambda: schema.wanted_of(found))
+    return database
+
+
+def version_of(database: Database) -> int:
+    with database.connect() as con:
+        return int(con.execute("SELECT max(version) FROM durable_schema_version").fetchone()[0])
+
+
+async def test_an_older_schema_with_auto_migrate_false_is_refused_and_left_as_it_is(older: Database) -> None:
+    with pytest.raises(SchemaMismatch, match=NEXT.name) as caught:
+        await backend.open(older.url, settings=Settings(), auto_migrate=False)
+    assert f"have version {NEXT.version - 1}, this code needs {NEXT.version}" in str(caught.value)
+    assert "durable migrate" in str(caught.value.hint)
+    assert version_of(older) == NEXT.version - 1
+
+
+async def test_an_older_schema_serves_clients_and_refuses_workers_until_it_is_migrated(older: Database) -> None:
+    """A deployment may begin with either (69); with `auto_migrate` the store brings it up to date, and its rows stay."""
+    store = await backend.open(older.url, settings=Settings())
+    scene = Scene(store, None)  # type: ignore[arg-type]
+    await scene.start()
+    with pytest.raises(SchemaMismatch, match=NEXT.name) as caught:
+        await scene.claim()
+    assert "durable_worker_note" in str(caught.value)
+    await store.close()
+    assert version_of(older) == NEXT.version - 1
+    store = await backend.open(older.url, settings=Settings(), auto_migrate=True)
+    assert version_of(older) == NEXT.version
+    assert len(await Scene(store, None).claim()) == 1  # type: ignore[arg-type]
+    await store.close()
