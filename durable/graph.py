@@ -424,6 +424,9 @@ def _failure(name: str, nodes: Sequence[Node[Any]], errors: Mapping[str, BaseExc
     failure = GraphFailed(f"{len(own)} of {len(nodes)} nodes of graph {name} did not complete: {told}{rest}")
     found = [error for error in own.values() if isinstance(error, Exception)]
     failure.__cause__ = ExceptionGroup("the nodes that did not complete", found)
+    # Not shown, but a retry forgets their ends with those of the others (50): a node that was retried meanwhile brought them back.
+    hidden = [error for node, error in errors.items() if node not in own and isinstance(error, Exception)]
+    failure.__context__ = ExceptionGroup("the nodes behind them", hidden) if hidden else None
     return failure
 
 

@@ -153,6 +153,18 @@ gated.node("last", last, after=["waits"])
 
 
 @durable.function(registry=declared)
+async def breaks(ctx: durable.Context) -> str:
+    await ctx.step(break_if_told, "breaks")
+    return "whole"
+
+
+abreast = Graph("abreast", registry=declared)
+abreast.node("breaks", breaks)
+abreast.node("behind", last, after=["breaks"])
+abreast.node("waits", waits)
+
+
+@durable.function(registry=declared)
 async def runs_a_graph(ctx: durable.Context, order: Order) -> list[Any]:
     results = await ctx.run(shop.function, order)
     return [type(results["receipt"]).__name__, results["receipt"].total]
@@ -252,6 +264,31 @@ async def test_a_retry_of_one_node_brings_the_rest_and_the_graph_back(client: du
         await run.refresh()
         assert await run.result(timeout="60s") == RESULTS
     assert calls.count("read") == calls.count("ship 7") == 1
+
+
+async def test_a_graph_that_still_ran_when_its_node_was_retried_is_retried_once(shared_url: str) -> None:
+    """(50, 77) It has been given the failure and what that cancelled, and keeps that; its own retry forgets both."""
+    broken.add("breaks")
+    async with durable.Client(shared_url, settings={**SETTINGS, "park_after": "1m"}) as opened:
+        client = opened.using(tenant=durable.tenant_id(new_run_id()))
+        async with worker(client):
+            run = await client.start(abreast.function)
+            await until(lambda: _recorded(client, run, "breaks:end", "behind:end"), "both ends to be given")
+            broken.clear()
+            nodes = await run.children()
+            await nodes["breaks"].retry()
+            await nodes["behind"].refresh()
+            assert await nodes["behind"].result(timeout="60s") == "last"
+            gate.set()
+            with pytest.raises(durable.RunFailed, match="breaks is broken"):
+                await run.result(timeout="60s")
+            await run.retry()
+            assert await run.result(timeout="60s") == {"breaks": "whole", "behind": "last", "waits": "through"}
+        assert list(await client.audit()) == []
+
+
+async def _recorded(client: durable.Client, run: durable.Run[Any], *step_ids: str) -> bool:
+    return set(step_ids) <= {record.step_id for record in await client.journal(run.id)}
 
 
 async def test_a_node_is_released_once_when_the_last_two_before_it_complete_at_the_same_instant(
