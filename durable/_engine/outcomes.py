@@ -13,7 +13,6 @@ from typing import assert_never, cast
 
 from ..codec import error_data
 from ..errors import (
-    DurableError,
     Misuse,
     NonDeterminismError,
     SerializationError,
@@ -261,13 +260,11 @@ def _of_mismatch(
 
 
 def _of_interruption(error: Exception, run: RunRecord) -> Outcome:
-    """The store refused a record. A value that it can not hold will not become one that it can; all else may pass."""
+    """The store refused a record. A value that it can not hold will not become one that it can; all else may pass, an error that nobody
+    foresaw included: it is no failure of the body, which might have something to undo (49)."""
     if isinstance(error, SerializationError):
         return Failed(failure=failure_of(error, ErrorKind.PAYLOAD))
-    kind = ErrorKind.EXCEPTION
-    if isinstance(error, DurableError):
-        return HandedBack(after=growing_delay(run.attempts), failure=failure_of(error, kind))
-    return Failed(failure=failure_of(error, kind))
+    return HandedBack(after=growing_delay(run.attempts), failure=failure_of(error, ErrorKind.EXCEPTION))
 
 
 __all__ = ["cancelled_by_ask", "failure_of", "given_up", "growing_delay", "outcome_of", "policy_of", "time_limit"]

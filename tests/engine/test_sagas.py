@@ -213,6 +213,28 @@ async def _has(client: durable.Client, run: durable.Run[Any], step_id: str) -> b
     return any(record.step_id == step_id for record in await client.store.history(run.id, scope=None))
 
 
+async def test_an_error_of_the_store_that_nobody_foresaw_ends_no_run(
+    client: durable.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(9, 49) A defect at an append is not the body's failure: landed with it, the run would leave what it has done as it is."""
+    store: Any = client.store
+    append, broken = store.within.append, [True]
+
+    async def append_badly(records: Any) -> Any:
+        if broken and any(record.step_id == "fail" for _, record in records):
+            broken.clear()
+            raise ZeroDivisionError("a defect")
+        return await append(records)
+
+    monkeypatch.setattr(store.within, "append", append_badly)
+    async with worker(client):
+        run = await client.start(fails.using(retry=durable.Retry.NEVER))
+        with pytest.raises(durable.RunFailed, match="no seat"):
+            await run.result(timeout="30s")
+    assert not broken
+    assert done == ["book car", "unbook car"]
+
+
 async def test_a_cancelled_run_undoes_and_lands_cancelled(client: durable.Client) -> None:
     async with worker(client):
         run = await client.start(waits)
