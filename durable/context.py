@@ -239,7 +239,8 @@ class Context(Facts):
     def wait_signal(self, signal: Signal[Any], /, *, timeout: Duration | None = None, default: Any = NO_DEFAULT) -> Any:
         """The next signal of that kind, in the order of sending, each taken once; one that came before the wait counts (32).
 
-        Raises SignalTimeout, or returns `default`, when the time is over.
+        Raises SignalTimeout, or returns `default`, when the time is over. Raises SerializationError for a value that the type of the
+        signal can not read: that signal is taken all the same, so a body that catches the error can wait for a better one.
         """
         self._here("wait_signal")
         call = Call(loop=self._loop)

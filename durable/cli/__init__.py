@@ -10,7 +10,9 @@ schema, nothing to cancel) · 2 wrong usage or configuration · 3 no such run ·
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+from typing import Annotated
 
 import typer
 
@@ -35,8 +37,24 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    help="Durable functions: run them, look at them, keep their store in order.",
 )
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(importlib.metadata.version("durable-sdk"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Durable functions: run them, look at them, keep their store in order."""
+
+
 app.command("demo")(demo_command.demo)
 app.command("worker")(work_commands.worker)
 app.command("start")(work_commands.start)

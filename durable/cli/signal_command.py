@@ -27,7 +27,8 @@ def signal(
 ) -> None:
     """Send a signal to a run; it is kept until the body takes it. Without a value: null.
 
-    Exit code 1 for a run that has ended, 3 for an unknown one. The body decodes the value by the type that it declares.
+    Exit code 1 for a run that has ended, 3 for an unknown one. The body decodes the value by the type that it declares; one that
+    does not fit is an error in the body, and a run that does not catch it lands failed for good.
     """
     kind: durable.Signal[Any] = durable.Signal(name, object)
     sent = None if value is None else value_of(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import pty
@@ -236,6 +237,10 @@ def test_the_help_names_every_place_of_the_url(shell: Shell, command: list[str])
     shell.monkeypatch.setenv("COLUMNS", "200")
     told = " ".join(shell.raw(*command, "--help").split())
     assert "Otherwise DURABLE_URL, durable.toml or tool.durable of pyproject.toml." in told
+
+
+def test_the_version_is_that_of_the_installed_distribution(shell: Shell) -> None:
+    assert shell.raw("--version").strip() == importlib.metadata.version("durable-sdk")
 
 
 def test_a_worker_does_not_serve_the_functions_of_the_demo(shell: Shell) -> None:

@@ -22,6 +22,15 @@ async def listener(ctx: durable.Context) -> int:
 
 
 @durable.function(registry=declared)
+async def patient_listener(ctx: durable.Context) -> int:
+    while True:
+        try:
+            return (await ctx.wait_signal(WORD))["n"]
+        except durable.SerializationError:
+            ctx.log.info("that was no word")
+
+
+@durable.function(registry=declared)
 async def told_anything(ctx: durable.Context) -> object:
     return await ctx.wait_signal(durable.Signal("anything", object))
 
@@ -90,3 +99,13 @@ def test_a_worker_says_at_its_start_what_it_serves(shell: Shell, words: list[str
         worker.send_signal(signal.SIGTERM)
         rest = worker.communicate(timeout=30)[1]
     assert (worker.returncode, rest) == (0, b"")
+
+
+def test_a_value_that_does_not_fit_is_an_error_in_the_body_which_can_wait_for_a_better_one(shell: Shell) -> None:
+    bad, good = _started(shell.url, listener), _started(shell.url, patient_listener)
+    for run_id in (bad, good):
+        shell("signal", run_id, "word", "seven")
+        shell("signal", run_id, "word", '{"n": 7}')
+    assert asyncio.run(_result(shell.url, good)) == 7
+    with pytest.raises(durable.RunFailed, match="not a valid dict"):
+        asyncio.run(_result(shell.url, bad))
