@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from durable.model import ErrorKind, Failure, Scope, Status
+from durable.landing import never_started
+from durable.model import Scope, Status
 
 from . import landing
 from .changes import ENDED, IS_LIVE, change, plus
@@ -42,8 +43,7 @@ async def ask(work: Work, run_id: str, reason: str) -> None:
 async def _ask(work: Work, row: Document, reason: str) -> None:
     run_id = row["_id"]
     if row["attempts"] == 0:
-        failure = Failure(message=reason or "cancelled before it was started", kind=ErrorKind.CANCELLED)
-        await landing.land(work, [landing.Ending(run_id=run_id, status=Status.CANCELLED, failure=failure)])
+        await landing.land(work, [never_started(run_id, reason)])
         return
     refused = "cancel_refused_at" in row
     first = "cancel_requested_at" not in row

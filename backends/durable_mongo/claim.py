@@ -18,7 +18,8 @@ from uuid import UUID
 from pymongo.errors import PyMongoError
 
 from durable.flow import Turns, dealt, in_turn
-from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Lease, Scope, Status
+from durable.landing import Ending, damaged, never_recorded, past_deadline
+from durable.model import ALL, Claimed, ClaimRequest, Lease, Scope
 
 from . import faults, flow, journal, landing
 from .changes import Stage, change, plus
@@ -398,28 +399,23 @@ async def _nothing() -> list[Document]:
     return []
 
 
-def _ending(work: Work, row: Document) -> landing.Ending | None:
+def _ending(work: Work, row: Document) -> Ending | None:
     """How a run ends that should not be called any more: an ask and no record (45), or past its deadline (12)."""
     if asked(row) and "replay_family" not in row:
-        failure = Failure(
-            message=row.get("cancel_reason") or "cancelled before its first record", kind=ErrorKind.CANCELLED
-        )
-        return landing.Ending(run_id=row["_id"], status=Status.CANCELLED, failure=failure)
+        return never_recorded(row["_id"], row.get("cancel_reason"))
     deadline_at = instant(row, "deadline_at")
     if deadline_at is not None and deadline_at <= work.now and not row.get("compensating"):
-        failure = Failure(message="its deadline passed before it was claimed", kind=ErrorKind.DEADLINE)
-        return landing.Ending(run_id=row["_id"], status=Status.TIMED_OUT, failure=failure)
+        return past_deadline(row["_id"])
     return None
 
 
 async def _land_damaged(work: Work, rows: Sequence[Document]) -> None:
-    failure = Failure(message="its stored row or journal can not be read: it is damaged", kind=ErrorKind.PAYLOAD)
     mine = await work.find(
         "durable_run",
         {"_id": {"$in": [row["_id"] for row in rows]}, "mark": {"$in": [row["mark"] for row in rows]}},
         fields=["_id"],
     )
-    await landing.land(work, [landing.Ending(run_id=row["_id"], status=Status.FAILED, failure=failure) for row in mine])
+    await landing.land(work, [damaged(row["_id"]) for row in mine])
 
 
 __all__ = ["Claims", "heads", "held", "routes", "taken"]

@@ -15,7 +15,8 @@ from pymongo.errors import PyMongoError
 from durable import enqueue as shared
 from durable.enqueue import KEY_LENGTH, asked_start, check_function, check_keys, join_key, joined_start
 from durable.errors import Conflict, NotFound
-from durable.model import Disposition, ErrorKind, Failure, Instant, NewRun, Status, Submitted
+from durable.landing import Ending, behind
+from durable.model import Disposition, Instant, NewRun, Status, Submitted
 
 from . import faults, landing
 from .changes import ENDED, READY
@@ -112,7 +113,7 @@ class _Batch:
         self.joined: dict[str, Document] = {}
         self.new_keys: list[Document] = []
         self.edges: list[Document] = []
-        self.lost: list[landing.Ending] = []
+        self.lost: list[Ending] = []
         self.touched: dict[str, set[str]] = {}
         """Runs that are there and that this submit counts on: written too, so that they do not end meanwhile unseen."""
         self.next_order = work.clock.order(len(runs))
@@ -286,8 +287,7 @@ class _Batch:
             self.touched.setdefault(edge.run_id, set()).update(("has_dependents", "linked"))
             left += before is None or before["status"] != Status.COMPLETED
             if before is not None and before["status"] in ENDED and before["status"] != Status.COMPLETED:
-                failure = Failure(message=f"{landing.UPSTREAM}: {edge.run_id}", kind=ErrorKind.UPSTREAM)
-                self.lost.append(landing.Ending(run_id=run.run_id, status=Status.CANCELLED, failure=failure))
+                self.lost.append(behind(run.run_id, edge.run_id))
         return left
 
     # -- writing -----------------------------------------------------------------------------------------------------------

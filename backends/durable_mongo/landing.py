@@ -7,12 +7,12 @@ for runs that nothing else hangs on (`linked` is not set). Nothing else in this 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from durable.model import ErrorKind, Failure, Json, Status
+from durable.landing import Ending, behind
+from durable.model import Json, Status
 
 from . import flow
 from .changes import IS_LIVE, Stage, change, plus
@@ -20,7 +20,6 @@ from .operation import Change, Document, Where, Work
 from .rows import instant
 from .times import milliseconds, stored
 
-UPSTREAM: Final = "a run before it in its graph did not complete"
 FAREWELL: Final = (
     *(
         "leased_until",
@@ -40,18 +39,6 @@ NEEDED: Final = (
     *("has_dependents", "tenant_id"),
 )
 """What a landing reads of a run."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ending:
-    """How a run ends. Terminal status; output only with completed, failure otherwise."""
-
-    run_id: str
-    status: Status
-    output: Json | None = None
-    failure: Failure | None = None
-    counts: bool = False
-    """An execution failed for the last time: one more of its `failures` (2)."""
 
 
 def ended(
@@ -169,8 +156,7 @@ async def _dependents(work: Work, landed: Iterable[tuple[Ending, Document]], que
         if completed[before]:
             counted[run_id] += 1
         else:
-            failure = Failure(message=f"{UPSTREAM}: {before}", kind=ErrorKind.UPSTREAM)
-            lost.setdefault(run_id, Ending(run_id=run_id, status=Status.CANCELLED, failure=failure))
+            lost.setdefault(run_id, behind(run_id, before))
     changes: list[tuple[Where, Change]] = []
     for run_id, count in counted.items():
         if run_id not in lost:
@@ -260,4 +246,4 @@ async def _count_for_schedules(work: Work, landed: Iterable[tuple[Ending, Docume
             )
 
 
-__all__ = ["NEEDED", "UPSTREAM", "Ending", "ended", "land", "take_turns"]
+__all__ = ["NEEDED", "ended", "land", "take_turns"]

@@ -13,13 +13,13 @@ from typing import Any, Final
 
 from pymongo.errors import PyMongoError
 
+from durable.landing import Ending, settled, state_after
 from durable.model import (
+    TERMINAL,
     Cancelled,
     Completed,
     ErrorKind,
-    Failed,
     Failure,
-    ForwardIncomplete,
     HandedBack,
     Instant,
     Lease,
@@ -30,7 +30,6 @@ from durable.model import (
     Settled,
     Status,
     Suspended,
-    TimedOut,
 )
 from durable.settings import Micros
 
@@ -42,13 +41,6 @@ from .operation import Change, Document, Where, Work
 from .rows import asked, instant
 from .times import milliseconds, stored, stored_not_before
 
-_TERMINAL: Final[dict[type[Outcome], Status]] = {
-    Completed: Status.COMPLETED,
-    Failed: Status.FAILED,
-    Cancelled: Status.CANCELLED,
-    TimedOut: Status.TIMED_OUT,
-    ForwardIncomplete: Status.FORWARD_INCOMPLETE,
-}
 _STATE: Final = (
     *("attempts", "mark", "cancel_requested_at", "cancel_refused_at", "wake_seq", "deadline_at", "queue"),
     *("name", "version"),
@@ -93,7 +85,7 @@ async def settle_quickly(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -
     if sum(counts) < len(entries):
         return False
     for lease, outcome in entries:
-        if type(outcome) in _TERMINAL:
+        if state_after(outcome) in TERMINAL:
             work.announce(f"run:{lease.run_id}")
         elif not isinstance(outcome, Suspended):
             work.announce("queue:")  # its queue was not read
@@ -111,7 +103,7 @@ async def _complete(work: Work, outputs: Mapping[Lease, str]) -> int:
         "linked": {"$ne": True},
         **NOBODY_ASKED,
     }
-    ending = landing.Ending(run_id="", status=Status.COMPLETED)
+    ending = Ending("", Status.COMPLETED)
     by_id = {lease.run_id: output for lease, output in outputs.items()}
     return await work.change_many("durable_run", where, landing.ended(work, ending, outputs=by_id))
 
@@ -122,7 +114,7 @@ async def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> list[S
     rows = {row["_id"]: row for row in await work.find("durable_run", {"_id": {"$in": ids}}, fields=_STATE)}
     read = dict(rows)
     answers: list[Settled] = []
-    endings: list[landing.Ending] = []
+    endings: list[Ending] = []
     leaving: list[tuple[int, Lease, Document, Retry | HandedBack | Suspended]] = []
     for place, (lease, outcome) in enumerate(entries):
         row = rows.get(lease.run_id)
@@ -135,12 +127,12 @@ async def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> list[S
         answers.append("landed")
         rows[lease.run_id] = {
             **row,
-            "status": str(_state_after(outcome)),
+            "status": str(state_after(outcome)),
         }  # a second entry of one run is a repeated one
         if isinstance(outcome, (Retry, HandedBack, Suspended)):
             leaving.append((place, lease, row, outcome))
         else:
-            endings.append(_ending(lease.run_id, outcome))
+            endings.append(settled(lease.run_id, outcome))
     if endings:
         await landing.land(work, endings, read={ending.run_id: read[ending.run_id] for ending in endings})
     left: list[Document] = []
@@ -160,20 +152,9 @@ async def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> list[S
     return answers
 
 
-def _state_after(outcome: Outcome) -> Status:
-    return Status.SUSPENDED if isinstance(outcome, Suspended) else _TERMINAL.get(type(outcome), Status.PENDING)
-
-
 def _recognised(row: Document, lease: Lease, outcome: Outcome) -> bool:
     """A repeated settle whose first answer was lost: the same fence and mark, already in that state (6)."""
-    return bool(row.get("mark") == mark_of(lease) and row["status"] == _state_after(outcome))
-
-
-def _ending(run_id: str, outcome: Completed | Failed | Cancelled | TimedOut | ForwardIncomplete) -> landing.Ending:
-    if isinstance(outcome, Completed):
-        return landing.Ending(run_id=run_id, status=Status.COMPLETED, output=outcome.output)
-    status, counts = _TERMINAL[type(outcome)], isinstance(outcome, Failed)
-    return landing.Ending(run_id=run_id, status=status, failure=outcome.failure, counts=counts)
+    return bool(row.get("mark") == mark_of(lease) and row["status"] == state_after(outcome))
 
 
 def _left(work: Work, outcome: Outcome, row: Document) -> list[Stage]:
@@ -182,7 +163,7 @@ def _left(work: Work, outcome: Outcome, row: Document) -> list[Stage]:
         return _suspended(work, outcome, instant(row, "deadline_at"))
     if isinstance(outcome, (Retry, HandedBack)):
         return _to_pending(work, outcome, instant(row, "deadline_at"), asked(row))
-    return landing.ended(work, _ending("", outcome))
+    return landing.ended(work, settled("", outcome))
 
 
 def _suspended(work: Work, outcome: Suspended, deadline_at: Instant | None) -> list[Stage]:

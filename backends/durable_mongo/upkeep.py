@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from durable.model import ALL, ErrorKind, Failure, Promoted, Scope, Status, Swept, WorkerRecord
+from durable.landing import Ending, reclaimed_too_often
+from durable.model import ALL, Promoted, Scope, Swept, WorkerRecord
 
 from . import cancel, flow, landing
 from .changes import IS_LIVE, change, plus
@@ -55,16 +56,14 @@ async def sweep(work: Work, scope: Scope, limit: int, max_reclaims: int) -> Swep
         "durable_run", lapsed, fields=fields, sort=[("leased_until", 1), ("submitted", 1)], limit=limit
     )
     returned: list[Document] = []
-    poisoned: list[landing.Ending] = []
+    poisoned: list[Ending] = []
     for row in rows:
         # `record_fence`: the claim under which the newest record was made.
         reclaims = 0 if row.get("record_fence") == row["attempts"] else row["reclaims"] + 1
         where = {"_id": row["_id"], "mark": row.get("mark"), "status": "running"}
         if reclaims > max_reclaims and not row.get("compensating"):
             await work.change_one("durable_run", where, {"$set": {"reclaims": reclaims}})
-            text = f"its lease lapsed {reclaims} times in a row without a new record: it may be what kills its workers"
-            failure = Failure(message=text, kind=ErrorKind.RECLAIM_LIMIT)
-            poisoned.append(landing.Ending(run_id=row["_id"], status=Status.FAILED, failure=failure))
+            poisoned.append(reclaimed_too_often(row["_id"], reclaims))
             continue
         put: dict[str, Any] = {"status": "pending", "reclaims": reclaims}
         put["blocked_on"] = flow.ALONE if reclaims >= 2 else None

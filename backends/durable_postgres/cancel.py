@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from durable.model import ErrorKind, Failure, Scope, Status
+from durable.landing import never_started
+from durable.model import Scope, Status
 from durable.storekit import within
 
 from . import landing, locks
@@ -54,10 +55,7 @@ def ask(work: Work, locked: locks.Locked, run_ids: Sequence[str], reason: str) -
     parts = [[standing] for standing in fresh] if nodes else [fresh] if fresh else []
     for part in parts:
         live = [standing.run_id for standing in part if locked[standing.run_id].live]
-        failure = Failure(message=reason or "cancelled before it was started", kind=ErrorKind.CANCELLED)
-        yield from landing.land(
-            work, locked, [landing.Ending(run_id, Status.CANCELLED, failure=failure) for run_id in live]
-        )
+        yield from landing.land(work, locked, [never_started(run_id, reason) for run_id in live])
         asked |= set(live)
     return asked
 

@@ -14,7 +14,8 @@ from typing import Any, Final
 from uuid import UUID
 
 from durable.flow import Turns, concerning, dealt, in_turn, owner_of
-from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Lease, RunRecord, Status, StepRecord
+from durable.landing import Ending, never_recorded, past_deadline
+from durable.model import ALL, Claimed, ClaimRequest, Lease, RunRecord, StepRecord
 
 from . import flow, landing, locks
 from .adapting import Span
@@ -306,7 +307,7 @@ def _alone(work: Work, request: ClaimRequest, open_queues: dict[str, int]) -> Op
 
 def _admitted(work: Work, found: Sequence[Row]) -> Operation[list[str]]:
     """Land what ends at a claim; of the rest, those for which every scope has room."""
-    endings: list[landing.Ending] = []
+    endings: list[Ending] = []
     going: list[flow.Candidate] = []
     for row in found:
         ending = _ending(work, row)
@@ -320,20 +321,18 @@ def _admitted(work: Work, found: Sequence[Row]) -> Operation[list[str]]:
     return [candidate.run_id for candidate in (yield from flow.admit(work, going))]
 
 
-def _land(work: Work, endings: Sequence[landing.Ending]) -> Operation[None]:
+def _land(work: Work, endings: Sequence[Ending]) -> Operation[None]:
     if endings:
         yield from landing.land(work, (yield from locks.family(ending.run_id for ending in endings)), endings)
 
 
-def _ending(work: Work, row: Row) -> landing.Ending | None:
+def _ending(work: Work, row: Row) -> Ending | None:
     """How a run ends that should not be called any more: an ask and no record (45), or past its deadline (12)."""
     requested_at, refused_at, family, deadline_at, compensating = row[24], row[25], row[46], row[22], row[39]
     if requested_at is not None and refused_at is None and family is None:
-        failure = Failure(message=row[-1] or "cancelled before its first record", kind=ErrorKind.CANCELLED)
-        return landing.Ending(row[0], Status.CANCELLED, failure=failure)
+        return never_recorded(row[0], row[-1])
     if deadline_at is not None and deadline_at <= work.now and not compensating:
-        failure = Failure(message="its deadline passed before it was claimed", kind=ErrorKind.DEADLINE)
-        return landing.Ending(row[0], Status.TIMED_OUT, failure=failure)
+        return past_deadline(row[0])
     return None
 
 

@@ -22,7 +22,8 @@ from durable.enqueue import (
     joined_start,
 )
 from durable.errors import Conflict, NotFound
-from durable.model import TERMINAL, ErrorKind, Failure, Instant, Json, NewRun, RunRecord, Status, Submitted
+from durable.landing import Ending, behind
+from durable.model import TERMINAL, Instant, Json, NewRun, RunRecord, Status, Submitted
 from durable.settings import Micros
 
 from . import flow, landing, locks
@@ -124,7 +125,7 @@ class _Batch:
         self.occupied: set[str] = set()
         self.edges: list[tuple[str, str, int, str]] = []
         self.orphaned: set[str] = set()
-        self.lost: list[landing.Ending] = []
+        self.lost: list[Ending] = []
 
     def submit(self) -> Operation[list[Submitted]]:
         yield from self._look_up()
@@ -304,8 +305,7 @@ class _Batch:
             status = Status.PENDING if found is None else found[1]
             left += status != Status.COMPLETED
             if status in TERMINAL and status != Status.COMPLETED:
-                failure = Failure(message=f"{landing.UPSTREAM}: {edge.run_id}", kind=ErrorKind.UPSTREAM)
-                self.lost.append(landing.Ending(run.run_id, Status.CANCELLED, failure=failure))
+                self.lost.append(behind(run.run_id, edge.run_id))
         return left
 
     def _before(self, run_id: str) -> tuple[Any, Any] | None:

@@ -7,30 +7,17 @@ status.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from durable.model import ErrorKind, Failure, Instant, Json, Status
+from durable.landing import Ending, behind
+from durable.model import Instant, Status
 
 from . import flow, locks
 from .adapting import at, span
 from .operation import Ask, Last, Operation, Row, Work, count, together
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ending:
-    """How a run ends. Terminal status; output only with completed, failure otherwise."""
-
-    run_id: str
-    status: Status
-    output: Json | None = None
-    failure: Failure | None = None
-    failures: int = 0
-    """1: the execution that ends the run ended in an error, and counts like those before it (2)."""
-
 
 # The children of a run that did not complete are cancelled by the net (48). It finds the parents by this mark, so that it need not
 # look at every live child.
@@ -64,8 +51,6 @@ WITH counted AS MATERIALIZED (
 UPDATE durable_schedule AS s SET consecutive_failures = c.failed + CASE WHEN c.reset THEN 0 ELSE s.consecutive_failures END
 FROM counted AS c WHERE s.schedule_id = c.schedule_id
 """
-
-UPSTREAM: Final = "a run before it in its graph did not complete"
 
 
 def land(work: Work, locked: locks.Locked, endings: Sequence[Ending], *, last: bool = False) -> Operation[None]:
@@ -145,7 +130,7 @@ def _landing(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Ask
             what = (failure.message, str(failure.kind), failure.detail, positions)
         keep = work.settings.keep if standing.keep is None else standing.keep
         output = ending.output if completed else None
-        columns.append((ending.run_id, str(ending.status), output, *what, span(keep), ending.failures))
+        columns.append((ending.run_id, str(ending.status), output, *what, span(keep), int(ending.counts)))
         standing.status, standing.wake_after, standing.available_at = str(ending.status), 0, None
     return Ask(LAND, tuple(map(list, zip(*columns, strict=True))))
 
@@ -167,8 +152,7 @@ def _dependents(
         if completed[before]:
             counted[node_id] += 1
         else:
-            failure = Failure(message=f"{UPSTREAM}: {before}", kind=ErrorKind.UPSTREAM)
-            lost.setdefault(node_id, Ending(node_id, Status.CANCELLED, failure=failure))
+            lost.setdefault(node_id, behind(node_id, before))
     changed: list[locks.Standing] = []
     for node_id, number in counted.items():
         if node_id in lost:
@@ -249,4 +233,4 @@ def _count_schedules(locked: locks.Locked, landed: Iterable[Ending]) -> Operatio
         yield from count(SCHEDULES, list(counted), resets, failures)
 
 
-__all__ = ["UPSTREAM", "Ending", "land", "wake"]
+__all__ = ["land", "wake"]

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from durable.enqueue import effective_start
+from durable.landing import Ending, settled, state_after
 from durable.model import (
     Cancelled,
-    Completed,
     ErrorKind,
-    Failed,
     Failure,
-    ForwardIncomplete,
     HandedBack,
     Lease,
     Outcome,
@@ -27,7 +25,6 @@ from durable.model import (
     Settled,
     Status,
     Suspended,
-    TimedOut,
 )
 from durable.settings import Micros
 
@@ -77,13 +74,6 @@ FROM asked AS f LEFT JOIN renewed AS n ON n.run_id = f.run_id AND n.attempts = f
 LEFT JOIN durable_run AS r ON r.run_id = f.run_id ORDER BY f.place
 """
 
-_TERMINAL: Final[dict[type[Outcome], Status]] = {
-    Completed: Status.COMPLETED,
-    Failed: Status.FAILED,
-    Cancelled: Status.CANCELLED,
-    TimedOut: Status.TIMED_OUT,
-    ForwardIncomplete: Status.FORWARD_INCOMPLETE,
-}
 _Held = tuple[locks.Standing, Lease]
 
 
@@ -91,7 +81,7 @@ def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> Operation[li
     """One answer per entry, in order."""
     locked, followed = yield from locks.family_and_followers(lease.run_id for lease, _ in entries)
     answers: list[Settled] = []
-    endings: list[landing.Ending] = []
+    endings: list[Ending] = []
     pending: list[tuple[locks.Standing, Retry | HandedBack]] = []
     suspended: list[tuple[int, locks.Standing, Suspended]] = []
     left: dict[str, Outcome] = {}
@@ -111,7 +101,7 @@ def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> Operation[li
         elif isinstance(outcome, (Retry, HandedBack)):
             pending.append((standing, outcome))
         else:
-            endings.append(_ending(lease.run_id, outcome))
+            endings.append(settled(lease.run_id, outcome))
     if endings:
         last = not (followed or pending or suspended)
         yield from landing.land(work, locked, endings, last=last)
@@ -153,24 +143,13 @@ def _held(standing: locks.Standing, lease: Lease) -> bool:
     )
 
 
-def _state_after(outcome: Outcome) -> Status:
-    return Status.SUSPENDED if isinstance(outcome, Suspended) else _TERMINAL.get(type(outcome), Status.PENDING)
-
-
 def _recognised(standing: locks.Standing, lease: Lease, outcome: Outcome, left: dict[str, Outcome]) -> bool:
     """A repeated settle whose first answer was lost: the same fence and mark, already in that state (6)."""
     before = left.get(lease.run_id)
-    state = standing.status if before is None else _state_after(before)
+    state = standing.status if before is None else state_after(before)
     return bool(
-        standing.attempts == lease.attempts and standing.lease_owner == lease.mark and state == _state_after(outcome)
+        standing.attempts == lease.attempts and standing.lease_owner == lease.mark and state == state_after(outcome)
     )
-
-
-def _ending(run_id: str, outcome: Completed | Failed | Cancelled | TimedOut | ForwardIncomplete) -> landing.Ending:
-    if isinstance(outcome, Completed):
-        return landing.Ending(run_id, Status.COMPLETED, output=outcome.output)
-    failures = int(isinstance(outcome, Failed))
-    return landing.Ending(run_id, _TERMINAL[type(outcome)], failure=outcome.failure, failures=failures)
 
 
 def _to_pending(work: Work, pending: Sequence[tuple[locks.Standing, Retry | HandedBack]]) -> Operation[None]:

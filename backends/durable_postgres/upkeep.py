@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from durable.model import ALL, ErrorKind, Failure, Instant, Promoted, Scope, Status, Swept, WorkerRecord
+from durable.landing import reclaimed_too_often
+from durable.model import ALL, Instant, Promoted, Scope, Swept, WorkerRecord
 from durable.settings import Micros
 
 from . import cancel, flow, landing, locks
@@ -167,14 +168,11 @@ def sweep(work: Work, scope: Scope, limit: int, max_reclaims: int) -> Operation[
     if poisoned:
         yield from count(COUNT_RECLAIM, list(poisoned), list(poisoned.values()))
         locked = yield from locks.family(poisoned)
-        yield from landing.land(work, locked, [_poisoned(run_id, reclaims) for run_id, reclaims in poisoned.items()])
+        yield from landing.land(
+            work, locked, [reclaimed_too_often(run_id, reclaims) for run_id, reclaims in poisoned.items()]
+        )
     alone = frozenset(queue for (queue,) in (yield from rows(WAIT_ALONE, *of_scope(scope))))
     return Swept(returned=list(returned), failed=list(poisoned), queues=frozenset(queues), alone=alone)
-
-
-def _poisoned(run_id: str, reclaims: int) -> landing.Ending:
-    text = f"its lease lapsed {reclaims} times in a row without a new record: it may be what kills its workers"
-    return landing.Ending(run_id, Status.FAILED, failure=Failure(message=text, kind=ErrorKind.RECLAIM_LIMIT))
 
 
 # -- the nets -----------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from durable.model import TERMINAL, ErrorKind, Failure, Instant, Scope, Status
+from durable.landing import never_started
+from durable.model import TERMINAL, Instant, Scope, Status
 
 from . import landing, scopes
 from .connection import announce
@@ -49,8 +50,7 @@ def ask(con: sqlite3.Connection, now: Instant, run_id: str, reason: str) -> None
         return
     status, attempts, _, queue, requested_at, refused_at = row
     if attempts == 0:
-        failure = Failure(message=reason or "cancelled before it was started", kind=ErrorKind.CANCELLED)
-        landing.land(con, now, [landing.Ending(run_id=run_id, status=Status.CANCELLED, failure=failure)])
+        landing.land(con, now, [never_started(run_id, reason)])
         return
     wakes = requested_at is None and refused_at is None
     con.execute(STAMP, (now, reason, int(wakes), now, run_id))

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from durable.flow import Gates, Turns, dealt, in_turn
-from durable.model import ALL, Claimed, ClaimRequest, ErrorKind, Failure, Instant, Lease, RunRecord, Status, StepRecord
+from durable.landing import Ending, damaged, never_recorded, past_deadline
+from durable.model import ALL, Claimed, ClaimRequest, Instant, Lease, RunRecord, StepRecord
 
 from . import flow, landing
 from .rows import RUN_COLUMNS, STEP_COLUMNS, STEP_ORDER, run_record, step_record, tenant_text
@@ -214,7 +215,7 @@ def _admitted(
     con: sqlite3.Connection, now: Instant, rows: Sequence[tuple[Any, ...]], *, ruled: bool
 ) -> list[tuple[Any, ...]]:
     """Land what ends at a claim; of the rest, those for which every scope has room."""
-    endings: list[landing.Ending] = []
+    endings: list[Ending] = []
     going: list[tuple[Any, ...]] = []
     for row in rows:
         ending = _ending(now, row)
@@ -234,15 +235,13 @@ def _admitted(
     return [row for row in going if row[0] in admitted]
 
 
-def _ending(now: Instant, row: tuple[Any, ...]) -> landing.Ending | None:
+def _ending(now: Instant, row: tuple[Any, ...]) -> Ending | None:
     """How a run ends that should not be called any more: an ask and no record (45), or past its deadline (12)."""
     requested_at, refused_at, family, deadline_at, compensating = row[24], row[25], row[46], row[22], row[39]
     if requested_at is not None and refused_at is None and family is None:
-        failure = Failure(message=row[-1] or "cancelled before its first record", kind=ErrorKind.CANCELLED)
-        return landing.Ending(run_id=row[0], status=Status.CANCELLED, failure=failure)
+        return never_recorded(row[0], row[-1])
     if deadline_at is not None and deadline_at <= now and not compensating:
-        failure = Failure(message="its deadline passed before it was claimed", kind=ErrorKind.DEADLINE)
-        return landing.Ending(run_id=row[0], status=Status.TIMED_OUT, failure=failure)
+        return past_deadline(row[0])
     return None
 
 
@@ -287,12 +286,7 @@ def _land_unreadable(con: sqlite3.Connection, now: Instant, request: ClaimReques
         suspects += _heads(con, request, queue, routes, limit, columns="submitted, run_id")
     alone = HEADS_ALONE.replace(_COLUMNS, "submitted, run_id")
     suspects += con.execute(alone, (everybody, tenant, json.dumps(list(request.queues)), routes, limit)).fetchall()
-    failure = Failure(message="its stored row or journal can not be read: it is damaged", kind=ErrorKind.PAYLOAD)
-    bad = [
-        landing.Ending(run_id=run_id, status=Status.FAILED, failure=failure)
-        for submitted, run_id in suspects
-        if not _readable(con, submitted, run_id)
-    ]
+    bad = [damaged(run_id) for submitted, run_id in suspects if not _readable(con, submitted, run_id)]
     if bad:
         landing.land(con, now, bad)
     return bool(bad)

@@ -21,7 +21,8 @@ from durable.enqueue import (
     joined_start,
 )
 from durable.errors import Conflict, NotFound
-from durable.model import TERMINAL, ErrorKind, Failure, Instant, NewRun, RunRecord, Status, Submitted
+from durable.landing import Ending, behind
+from durable.model import TERMINAL, Instant, NewRun, RunRecord, Status, Submitted
 
 from . import landing
 from .connection import announce
@@ -68,7 +69,7 @@ class _Batch:
         self.rows: list[tuple[Any, ...]] = []
         self.edges: list[tuple[Any, ...]] = []
         self.new_keys: list[tuple[str, str]] = []
-        self.lost: list[landing.Ending] = []
+        self.lost: list[Ending] = []
         self.waiting: dict[str, str] = {}
         self.newest: int = con.execute(NEWEST).fetchone()[0]
 
@@ -236,8 +237,7 @@ class _Batch:
             self.edges.append((run.run_id, edge.run_id, edge.position, edge.kind))
             left += before is None or before.status is not Status.COMPLETED
             if before is not None and before.status in TERMINAL and before.status is not Status.COMPLETED:
-                failure = Failure(message=f"{landing.UPSTREAM}: {edge.run_id}", kind=ErrorKind.UPSTREAM)
-                self.lost.append(landing.Ending(run_id=run.run_id, status=Status.CANCELLED, failure=failure))
+                self.lost.append(behind(run.run_id, edge.run_id))
         return left
 
     def _insert(self) -> None:

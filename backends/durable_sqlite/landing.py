@@ -6,28 +6,17 @@ the same transaction, that the run may end. Nothing else in this package writes 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from durable.model import ErrorKind, Failure, Instant, Json, Status
+from durable.landing import Ending, behind
+from durable.model import Instant, Status
 
 from . import flow
 from .connection import announce, settings_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ending:
-    """How a run ends. Terminal status; output only with completed, failure otherwise."""
-
-    run_id: str
-    status: Status
-    output: Json | None = None
-    failure: Failure | None = None
-
 
 LANDING_RUNS = """
 SELECT run_id, submitted, keep, sequence_key, blocked_on, parent_run_id, schedule_id, status FROM durable_run
@@ -45,7 +34,7 @@ WHERE submitted = ?
 # The children of a run that did not complete are cancelled by the net (48). It finds the parents by this mark, so that it need not
 # look at every live child.
 END: Final = f"""
-UPDATE durable_run SET status = ?, output = NULL, error = ?, error_kind = ?, error_detail = ?, error_positions = ?,
+UPDATE durable_run SET status = ?, failures = failures + ?, output = NULL, error = ?, error_kind = ?, error_detail = ?, error_positions = ?,
     cancel_children = EXISTS (
         SELECT 1 FROM durable_run AS c WHERE c.parent_run_id = durable_run.run_id AND c.detached = 0
         AND c.status IN ('pending', 'running', 'suspended')),
@@ -75,8 +64,6 @@ WHERE submitted = ?
 """
 SUCCESS = "UPDATE durable_schedule SET consecutive_failures = 0 WHERE schedule_id = ? AND consecutive_failures > 0"
 FAILURE = "UPDATE durable_schedule SET consecutive_failures = consecutive_failures + 1 WHERE schedule_id = ?"
-
-UPSTREAM: Final = "a run before it in its graph did not complete"
 
 
 def land(con: sqlite3.Connection, now: Instant, endings: Sequence[Ending]) -> None:
@@ -126,11 +113,12 @@ def _write(con: sqlite3.Connection, now: Instant, endings: Sequence[Ending]) -> 
         failure = ending.failure
         if ending.status is Status.COMPLETED:
             completed.append((ending.output, *stamps))
-        elif failure is None:
-            ended.append((str(ending.status), None, None, None, None, *stamps))
-        else:
+            continue
+        what: tuple[str | None, ...] = (None, None, None, None)
+        if failure is not None:
             positions = json.dumps(failure.positions) if failure.positions else None
-            ended.append((str(ending.status), failure.message, str(failure.kind), failure.detail, positions, *stamps))
+            what = (failure.message, str(failure.kind), failure.detail, positions)
+        ended.append((str(ending.status), ending.counts, *what, *stamps))
     con.executemany(COMPLETE, completed)
     con.executemany(END, ended)
     return found
@@ -152,8 +140,7 @@ def _dependents(
             nodes[run_id] = row
             counted[run_id] += 1
         else:
-            failure = Failure(message=f"{UPSTREAM}: {before}", kind=ErrorKind.UPSTREAM)
-            lost.setdefault(run_id, Ending(run_id=run_id, status=Status.CANCELLED, failure=failure))
+            lost.setdefault(run_id, behind(run_id, before))
     for run_id, (_, submitted, queue, wake_after, available_at, blocked_on, _) in nodes.items():
         if run_id in lost:
             continue

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from durable.enqueue import effective_start
+from durable.landing import Ending, settled, state_after
 from durable.model import (
     Cancelled,
-    Completed,
     ErrorKind,
-    Failed,
     Failure,
-    ForwardIncomplete,
     HandedBack,
     Instant,
     Lease,
@@ -28,9 +26,7 @@ from durable.model import (
     Renewed,
     Retry,
     Settled,
-    Status,
     Suspended,
-    TimedOut,
 )
 from durable.settings import Micros
 
@@ -59,17 +55,9 @@ UPDATE durable_run SET status = 'suspended', leased_until = NULL, available_at =
     wake_on_failure = ?, reclaims = 0, updated_at = ?, {_FAMILY}
 WHERE submitted = ? AND wake_seq = ?
 """
-FAILED_ONCE_MORE: Final = "UPDATE durable_run SET failures = failures + 1 WHERE submitted = ?"
 RENEW: Final = "UPDATE durable_run SET leased_until = ? WHERE submitted = ?"
 PROGRESS: Final = "UPDATE durable_run SET progress = ?, updated_at = ? WHERE submitted = ?"
 
-_TERMINAL: Final[dict[type[Outcome], Status]] = {
-    Completed: Status.COMPLETED,
-    Failed: Status.FAILED,
-    Cancelled: Status.CANCELLED,
-    TimedOut: Status.TIMED_OUT,
-    ForwardIncomplete: Status.FORWARD_INCOMPLETE,
-}
 _Row = tuple[Any, ...]
 
 
@@ -77,8 +65,7 @@ def settle(con: sqlite3.Connection, now: Instant, entries: Sequence[tuple[Lease,
     """One answer per entry, in order."""
     rows = _states(con, [lease.run_id for lease, _ in entries])
     answers: list[Settled] = []
-    endings: list[landing.Ending] = []
-    failed: list[tuple[int]] = []
+    endings: list[Ending] = []
     pending: list[tuple[_Row, Retry | HandedBack]] = []
     suspended: list[tuple[int, _Row, Suspended]] = []
     for place, (lease, outcome) in enumerate(entries):
@@ -96,12 +83,9 @@ def settle(con: sqlite3.Connection, now: Instant, entries: Sequence[tuple[Lease,
         elif isinstance(outcome, (Retry, HandedBack)):
             pending.append((row, outcome))
         else:
-            endings.append(_ending(lease.run_id, outcome))
-            if isinstance(outcome, Failed):
-                failed.append((row[7],))
+            endings.append(settled(lease.run_id, outcome))
     if endings:
         landing.land(con, now, endings)
-        con.executemany(FAILED_ONCE_MORE, failed)
     for row, retried in pending:
         _to_pending(con, now, row, retried)
     left = [row[0] for row, _ in pending]
@@ -144,23 +128,13 @@ def _held(row: _Row, lease: Lease) -> bool:
     return bool(row[1] == "running" and row[2] == lease.attempts and row[3] == lease.mark)
 
 
-def _state_after(outcome: Outcome) -> Status:
-    return Status.SUSPENDED if isinstance(outcome, Suspended) else _TERMINAL.get(type(outcome), Status.PENDING)
-
-
 def _recognised(row: _Row, lease: Lease, outcome: Outcome) -> bool:
     """A repeated settle whose first answer was lost: the same fence and mark, already in that state (6)."""
-    return bool(row[2] == lease.attempts and row[3] == lease.mark and row[1] == _state_after(outcome))
+    return bool(row[2] == lease.attempts and row[3] == lease.mark and row[1] == state_after(outcome))
 
 
 def _left(row: _Row, outcome: Outcome) -> _Row:
-    return (row[0], str(_state_after(outcome)), *row[2:])
-
-
-def _ending(run_id: str, outcome: Completed | Failed | Cancelled | TimedOut | ForwardIncomplete) -> landing.Ending:
-    if isinstance(outcome, Completed):
-        return landing.Ending(run_id=run_id, status=Status.COMPLETED, output=outcome.output)
-    return landing.Ending(run_id=run_id, status=_TERMINAL[type(outcome)], failure=outcome.failure)
+    return (row[0], str(state_after(outcome)), *row[2:])
 
 
 def _to_pending(con: sqlite3.Connection, now: Instant, row: _Row, outcome: Retry | HandedBack) -> None:

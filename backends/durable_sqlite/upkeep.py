@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sqlite3
 
-from durable.model import ALL, ErrorKind, Failure, Instant, Promoted, Scope, Status, Swept, WorkerRecord
+from durable.landing import Ending, reclaimed_too_often
+from durable.model import ALL, Instant, Promoted, Scope, Swept, WorkerRecord
 from durable.settings import Micros
 from durable.storekit import tenant_of, tenant_text
 
@@ -131,16 +132,14 @@ def promote(con: sqlite3.Connection, now: Instant, scope: Scope, limit: int) -> 
 def sweep(con: sqlite3.Connection, now: Instant, scope: Scope, limit: int, max_reclaims: int) -> Swept:
     """Runs whose lease lapsed go back to pending, or land past the limit (15)."""
     returned: list[str] = []
-    poisoned: list[landing.Ending] = []
+    poisoned: list[Ending] = []
     queues: set[str] = set()
     for run_id, queue, attempts, before, compensating in con.execute(LAPSED, (now, *of_scope(scope), limit)).fetchall():
         newest = con.execute(NEWEST_FENCE, (run_id,)).fetchone()
         reclaims = 0 if newest is not None and newest[0] == attempts else before + 1
         if reclaims > max_reclaims and not compensating:
             con.execute(COUNT_RECLAIM, (reclaims, run_id))
-            text = f"its lease lapsed {reclaims} times in a row without a new record: it may be what kills its workers"
-            failure = Failure(message=text, kind=ErrorKind.RECLAIM_LIMIT)
-            poisoned.append(landing.Ending(run_id=run_id, status=Status.FAILED, failure=failure))
+            poisoned.append(reclaimed_too_often(run_id, reclaims))
         else:
             con.execute(RECLAIM, (reclaims, flow.ALONE if reclaims >= 2 else None, now, run_id))
             returned.append(run_id)
