@@ -24,7 +24,7 @@ from uuid import UUID
 from . import model as m
 from .codec import KeyRing, error_data, plain
 from .codec.encryption import origin_of, origin_of_coalesced, sealed, sealed_size
-from .errors import EncryptionError, MissingKey, NotFound, PayloadTooLarge
+from .errors import EncryptionError, MissingKey, NotFound, PayloadTooLarge, SerializationError
 from .model import ALL, Scope
 from .protocol import Store
 from .settings import SECOND, Micros, Settings
@@ -82,7 +82,10 @@ class EncryptedStore:
         return await self.within.settle([(lease, self._outcome(lease, outcome)) for lease, outcome in entries])
 
     async def request_cancel(self, run_ids: Sequence[str], *, scope: Scope, reason: str = "") -> Sequence[bool]:
-        """See `RunStore.request_cancel`. A reason may become a run's error, so each run gets its own text of it."""
+        """See `RunStore.request_cancel`. A reason may become a run's error, so each run gets its own text of it. Raises SerializationError
+        for one that looks like an encrypted text: it could not be told from one."""
+        if reason.startswith((plain.SEALED, plain.UNREADABLE)):
+            raise SerializationError(f"a reason that begins with {reason[:19]}, which marks encrypted payloads")
         if not self._ring or not reason:
             return await self.within.request_cancel(run_ids, scope=scope, reason=reason)
         tenants = await self._tenants(run_ids, scope)

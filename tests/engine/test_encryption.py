@@ -158,6 +158,19 @@ async def _suspended(client: durable.Client, run_id: str) -> bool:
     return (await client.get(run_id)).status == Status.SUSPENDED
 
 
+@pytest.mark.parametrize("keys", [(), (OLD,)], ids=["no key", "a key"])
+@pytest.mark.parametrize("mark", ["encrypted", "unreadable"])
+async def test_a_reason_that_looks_like_an_encrypted_text_is_refused(
+    url: str, keys: tuple[bytes, ...], mark: str
+) -> None:
+    """(72) Where the ask is found it would be taken for a damaged one, and the run would land without undoing anything."""
+    async with opened(url, *keys) as client:
+        run = await client.start(echo, "a")
+        with pytest.raises(durable.SerializationError, match="marks encrypted payloads"):
+            await run.cancel(reason=f'"durable-{mark}:1:a:b:c')
+        assert (await run.refresh()).status == Status.PENDING
+
+
 # -- keys ---------------------------------------------------------------------------------------------------------------
 
 
