@@ -376,7 +376,10 @@ class EncryptedStore:
         ]
         children = [self._opened(one, END_FIELDS, lease.tenant, (one.run_id,)) for one in inbox.children]
         # It is the error with which a run lands that never had a record, so it is encrypted as one.
-        told = self._opened(inbox, ("cancel_reason",), lease.tenant, (lease.run_id,), name="error")
+        try:
+            told = self._opened(inbox, ("cancel_reason",), lease.tenant, (lease.run_id,), name="error")
+        except EncryptionError as error:  # the ask holds, whatever was said with it
+            told = dataclasses.replace(inbox, cancel_reason=f"the reason can not be read here: {error.message}")
         return dataclasses.replace(told, signals=signals, children=children)
 
     def _schedule(self, schedule: m.Schedule) -> m.Schedule:

@@ -171,6 +171,18 @@ async def test_a_reason_that_looks_like_an_encrypted_text_is_refused(
         assert (await run.refresh()).status == Status.PENDING
 
 
+async def test_a_cancel_whose_reason_a_worker_can_not_read_is_taken_all_the_same(url: str) -> None:
+    """(43, 72) The key has come to those who ask, and not to those who work: the body still hears of the cancel, and the run lands."""
+    async with opened(url) as client, working(client):
+        run = await client.start(listening, "a")
+        await until(lambda: _suspended(client, run.id), "the run to wait")
+        async with opened(url, OLD) as other:
+            assert await other.cancel(run.id, reason="because")
+        with pytest.raises(durable.RunCancelled, match="the reason can not be read here"):
+            await run.result(timeout="20s")
+        assert [one.step_id for one in await client.journal(run.id)] == ["keep", ":cancel"]
+
+
 # -- keys ---------------------------------------------------------------------------------------------------------------
 
 
