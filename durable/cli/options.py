@@ -40,15 +40,18 @@ def with_client(
     *,
     tenant: str | None = None,
     everybody: bool = False,
-    auto_migrate: bool | None = None,
+    auto_migrate: bool | None = False,
 ) -> T:
-    """Open a client for one command, do the work, close it."""
+    """Open a client for one command, do the work, close it.
+
+    Whoever only looks or acts on what is there makes no tables and changes none: a mistyped path is an error and not a new, empty
+    database. None: as it is configured, for those who begin something.
+    """
     if tenant is not None and everybody:
         raise durable.ConfigurationError("--tenant and --all-tenants exclude each other")
 
     async def main() -> T:
-        client = durable.Client(url) if auto_migrate is None else durable.Client(url, auto_migrate=auto_migrate)
-        async with client:
+        async with durable.Client(url, auto_migrate=auto_migrate) as client:
             if everybody:
                 return await work(client.all_tenants())
             return await work(client if tenant is None else client.using(tenant=tenant_named(tenant)))

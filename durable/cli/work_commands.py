@@ -92,7 +92,7 @@ def worker(
             max_reclaims=max_reclaims,
         ).run()
 
-    with_client(url, work, tenant=tenant)
+    with_client(url, work, tenant=tenant, auto_migrate=None)
 
 
 def _is_function(one: object) -> TypeGuard[durable.Function[..., Any]]:
@@ -141,4 +141,4 @@ def start(
         result = await run.result()
         output.fields("Completed", {"id": run.id, "result": result})
 
-    with_client(url, work, tenant=tenant)
+    with_client(url, work, tenant=tenant, auto_migrate=None)

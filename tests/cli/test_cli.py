@@ -108,6 +108,7 @@ def test_another_tenants_run_is_not_found(shell: Shell) -> None:
 
 
 def test_exit_codes_and_hints(shell: Shell, tmp_path: Path) -> None:
+    shell("migrate")
     shell("runs", "show", "no-such-run", code=3)
     shell("start", "shop:price", "x", code=2)
     assert "@durable.function" in shell.errors
@@ -237,6 +238,16 @@ def test_the_help_names_every_place_of_the_url(shell: Shell, command: list[str])
     shell.monkeypatch.setenv("COLUMNS", "200")
     told = " ".join(shell.raw(*command, "--help").split())
     assert "Otherwise DURABLE_URL, durable.toml or tool.durable of pyproject.toml." in told
+
+
+@pytest.mark.parametrize("command", [["runs", "list"], ["explain", "x"], ["doctor"], ["purge"], ["tenants", "list"]])
+def test_a_command_that_begins_nothing_refuses_a_store_that_is_not_there_and_makes_none(
+    shell: Shell, command: list[str]
+) -> None:
+    shell.raw(*command, "--url", "sqlite:///mistyped.db", code=4)
+    assert "there is no database at" in shell.errors
+    assert "durable migrate" in shell.errors
+    assert not list(shell.directory.iterdir())
 
 
 def test_the_version_is_that_of_the_installed_distribution(shell: Shell) -> None:

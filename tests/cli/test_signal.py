@@ -73,6 +73,7 @@ def test_the_same_id_is_the_same_signal(shell: Shell) -> None:
 
 
 def test_an_unknown_run_another_tenants_and_a_bad_name_have_their_exit_codes(shell: Shell) -> None:
+    shell("migrate")
     shell("signal", "no-such-run", "word", code=3)
     run_id = _started(shell.url, told_anything, "acme")
     shell("signal", run_id, "anything", "1", code=3)
