@@ -147,7 +147,8 @@ class Dependency:
     """An edge of a static graph: this run waits until `run_id` has completed."""
 
     run_id: str
-    kind: Literal["control", "data"] = "control"
+    kind: Literal["control", "data", "end"] = "control"
+    """`end`: it waits for the end, however that is; a run that is gone has ended (31)."""
     position: int = 0
 
 

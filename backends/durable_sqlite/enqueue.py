@@ -226,6 +226,10 @@ class _Batch:
         left = 0
         for edge in run.depends_on:
             before = self.known.get(edge.run_id)
+            if before is None and edge.kind == "end" and edge.run_id not in self.ids:
+                left += 1
+                self.lost.append(behind(run.run_id, edge.run_id))
+                continue
             if edge.run_id == run.run_id or (before is None and edge.run_id not in self.ids):
                 raise NotFound(
                     f"there is no run {edge.run_id} for {run.run_id} to depend on", hint="submit a graph as one batch"

@@ -227,3 +227,28 @@ async def test_a_retry_of_the_run_that_failed_does_not_bring_those_back_that_awa
         statuses = {child.status for child in (await run.children()).values()}
         assert statuses == {Status.CANCELLED}
     assert list(await client.audit()) == []
+
+
+@pytest.mark.parametrize("body", [awaits, awaits_in_a_thread], ids=["async def", "def"])
+async def test_a_run_that_is_purged_between_the_look_and_the_wait_is_not_found_and_the_body_is_not_begun_again_and_again(
+    client: durable.Client, monkeypatch: pytest.MonkeyPatch, body: Any
+) -> None:
+    awaited = await client.start(packs.using(delay="1h", keep="0s"))
+    append, purged = client.store.append, 0
+
+    async def late(records: Any) -> Any:
+        nonlocal purged
+        if any(record.step_id in ("await", "1/await") for _, record in records) and not purged:
+            await awaited.cancel()
+            purged = await client.store.purge(scope=awaited.tenant, limit=10)
+        return await append(records)
+
+    monkeypatch.setattr(client.store, "append", late)
+    async with worker(client):
+        run = await client.start(body, awaited.id)
+        with pytest.raises(durable.RunFailed, match="there is no run") as caught:
+            await run.result(timeout="60s")
+    assert purged == 1
+    assert isinstance(caught.value.__cause__, durable.NotFound)
+    assert (await run.refresh()).attempts <= 2, "claimed, and claimed once more when what it waited for had ended"
+    assert list(await client.audit()) == []

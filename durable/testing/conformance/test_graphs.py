@@ -66,6 +66,21 @@ async def test_a_node_may_depend_on_a_run_that_has_completed(scene: Scene) -> No
     await scene.take_again(free.run_id)
 
 
+@rule(31)
+async def test_a_run_that_waits_for_the_end_of_one_that_is_gone_lands_at_once_and_wakes_its_parent(scene: Scene) -> None:
+    held = await scene.take()
+    gone = Dependency(run_id="purged", kind="end")
+    child = new_run(**scene.child_of(held, "await"), depends_on=(gone,))
+    before = (await scene.inbox(held)).wake_seq
+    assert (await scene.append(held, "await", kind=RecordKind.START, children=(child,))).state == "appended"
+    landed = await scene.get(child.run_id)
+    assert (landed.status, landed.error_kind) == (Status.CANCELLED, "upstream")
+    inbox = await scene.inbox(held)
+    assert ([end.run_id for end in inbox.children], inbox.wake_seq) == ([child.run_id], before + 1)
+    alone = await scene.start(depends_on=(gone,))
+    assert (alone.status, alone.error_kind) == (Status.CANCELLED, "upstream")
+
+
 @rule(77)
 async def test_a_node_that_depends_on_nothing_that_exists_is_refused(scene: Scene) -> None:
     with pytest.raises((NotFound, Conflict)):
