@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from pymongo.errors import OperationFailure, PyMongoError
 
+from durable.portal import end_tasks
 from durable.wakeups import Waiters
 
 GATHER: Final = 0.003
@@ -138,10 +139,9 @@ class _Stream:
         if self._task is None or self._task.done() or self._loop.is_closed():
             return
         if self._loop is asyncio.get_running_loop():
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks([self._task])
         elif self._loop.is_running():
-            self._loop.call_soon_threadsafe(self._task.cancel)
+            asyncio.run_coroutine_threadsafe(end_tasks([self._task]), self._loop)
 
     async def _run(self) -> None:
         pause = REOPEN[0]

@@ -18,6 +18,7 @@ import psycopg
 from psycopg import sql
 
 from durable.errors import DurableError
+from durable.portal import end_tasks
 from durable.wakeups import Waiters
 
 from .connection import Database
@@ -177,8 +178,7 @@ class _Listener:
             pause = min(pause * 2, LONGEST_PAUSE)
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await end_tasks([self._task])
 
     def let_go(self) -> None:
         """Close the connection from outside, where the loop has ended."""

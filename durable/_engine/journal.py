@@ -17,6 +17,7 @@ from ..clock import boottime
 from ..errors import LeaseLost, StoreUnavailable, WorkerStopped
 from ..events import Events, Flushed, FlushFailed, StepRecorded
 from ..model import Appended, Lease, NewRecord, Outcome, Settled, StepRecord
+from ..portal import end_tasks
 from ..protocol import Store
 
 Item = TypeVar("Item")
@@ -110,10 +111,7 @@ class Lane(Generic[Item, Answer]):
     async def close(self) -> None:
         """Refuse what is put from now on, and give up what a store that does not answer still holds."""
         self._closed = True
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
+        await end_tasks(list(self._tasks))
         for entry in self._waiting:
             _refuse(entry, WorkerStopped(f"stopped before this {self.name} was answered"))
         self._waiting.clear()

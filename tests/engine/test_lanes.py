@@ -111,6 +111,27 @@ async def test_a_closed_lane_refuses_and_gives_up_what_it_has() -> None:
     assert all(isinstance(answer, WorkerStopped) for answer in answers)
 
 
+async def test_a_lane_closes_though_the_driver_swallows_a_cancel_and_the_store_is_away() -> None:
+    sent: list[int] = []
+
+    async def send(items: Sequence[Any]) -> Sequence[Any]:
+        sent.append(len(items))
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if len(sent) > 1:
+                raise
+        raise StoreUnavailable("no line")
+
+    lane: Lane[Any, Any] = Lane("test", send, events=Events(), flights=1)
+    answer = lane.put("a", 1, alive=always)
+    await until(lambda: bool(sent), "the flush")
+    async with asyncio.timeout(30):
+        await lane.close()
+    with pytest.raises(WorkerStopped):
+        await answer
+
+
 async def test_who_waits_for_a_slot_comes_before_new_claims() -> None:
     freed: list[int] = []
     slots = Slots(2, lambda: freed.append(1))

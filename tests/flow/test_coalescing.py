@@ -24,6 +24,7 @@ from flow.population import QUICK
 
 import durable
 from durable.model import ALL, Claimed, ClaimRequest, Completed, RunQuery, Status, new_run_id
+from durable.portal import end_tasks
 from durable.protocol import Store
 from durable.settings import MINUTE
 
@@ -87,8 +88,7 @@ class Round:
             while await self._claim():
                 pass
         finally:
-            watching.cancel()
-            await asyncio.wait([watching])
+            await end_tasks([watching])
         return [said for answers in await told for said in answers]
 
     async def _claim(self) -> int:

@@ -22,6 +22,7 @@ from servers.postgres import Database, Server, start_server
 
 import durable
 from durable.model import ALL
+from durable.portal import end_tasks
 
 FINISHED = int(os.environ.get("DURABLE_FLOW_PURGE", "5000"))
 RATE = 500  # runs a second
@@ -108,8 +109,7 @@ async def _purged_under_traffic(url: str) -> tuple[float, int]:
                 counts = await asyncio.gather(one.purge(), other.purge())
                 took, ended = time.monotonic() - began, await client.count(function="flow_brief", status="completed")
             finally:
-                flowing.cancel()
-                await asyncio.wait([flowing])
+                await end_tasks([flowing])
         assert sum(counts) == FINISHED
         assert await client.count(function="f1") == 0
         assert list(await client.store.audit(scope=ALL)) == []

@@ -14,6 +14,7 @@ from durable.model import Completed, HandedBack
 from durable.settings import SECOND
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_mongo import Store
+from durable_mongo.wakeups import Wakeups
 
 LONG = 3_600 * SECOND
 GENEROUS = 90
@@ -96,6 +97,39 @@ async def test_a_stream_that_ends_is_opened_again_where_it_ended(opened: Open, r
             await task
         assert not stream._task.done(), number  # type: ignore[union-attr]
     admin.command("configureFailPoint", "failCommand", mode="off")
+
+
+async def test_a_stream_is_stopped_though_the_driver_swallows_a_cancel() -> None:
+    """`asyncio.wait_for` of Python 3.11 returns what came in the moment of the cancel, and forgets the cancel."""
+    swallowed = asyncio.Event()
+
+    class Stream:
+        alive, resume_token = True, None
+
+        async def try_next(self) -> None:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                if swallowed.is_set():
+                    raise
+                swallowed.set()
+
+        async def close(self) -> None:
+            pass
+
+    class Collection:
+        def watch(self, *_: Any, **__: Any) -> Stream:
+            return Stream()
+
+    async def collection() -> Collection:
+        return Collection()
+
+    wakeups = Wakeups(collection)
+    await wakeups.wait(["queue:default"], 0.01)
+    await until(lambda: all(one.opened for one in wakeups._streams.values()), "the change stream")
+    async with asyncio.timeout(30):
+        await wakeups.close()
+    assert swallowed.is_set()
 
 
 async def test_without_streams_waiting_ends_with_its_time(opened: Open) -> None:

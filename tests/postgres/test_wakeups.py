@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 from postgres.conftest import Open, until
 from servers.postgres import Database
 
 import durable
+from durable.errors import StoreUnavailable
 from durable.settings import HOUR, SECOND
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_postgres import Store
-from durable_postgres.wakeups import PAYLOAD, _payloads
+from durable_postgres.wakeups import PAYLOAD, Wakeups, _Listener, _payloads
 
 LISTENING = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
 
@@ -106,3 +109,28 @@ async def test_one_connection_listens_however_many_wait(store: Store, database: 
     await store.close()
     await asyncio.gather(*waits)
     await until(lambda: not listeners(database), "the listener to go")
+
+
+async def test_a_listener_is_closed_though_the_driver_swallows_a_cancel() -> None:
+    """`asyncio.wait_for` of Python 3.11 returns what came in the moment of the cancel, and forgets the cancel."""
+    began, swallowed = asyncio.Event(), asyncio.Event()
+
+    class Away:
+        @contextlib.asynccontextmanager
+        async def direct(self) -> AsyncIterator[None]:
+            began.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                if swallowed.is_set():
+                    raise
+                swallowed.set()
+            raise StoreUnavailable("no line")
+            yield
+
+    wakeups = Wakeups(Away())  # type: ignore[arg-type]
+    listener = _Listener(Away(), wakeups)  # type: ignore[arg-type]
+    async with asyncio.timeout(30):
+        await began.wait()
+        await listener.close()
+    assert swallowed.is_set()
