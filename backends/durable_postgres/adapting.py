@@ -21,7 +21,6 @@ TIMESTAMPTZ: Final = 1184
 INTERVAL: Final = 1186
 JSON: Final = 114
 JSONB: Final = 3802
-NUMERIC: Final = 1700
 EPOCH: Final = 946_684_800_000_000
 """2000-01-01 in microseconds of ours: the server counts from there."""
 DAY: Final = 86_400_000_000

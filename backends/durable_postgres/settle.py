@@ -74,8 +74,6 @@ FROM asked AS f LEFT JOIN renewed AS n ON n.run_id = f.run_id AND n.attempts = f
 LEFT JOIN durable_run AS r ON r.run_id = f.run_id ORDER BY f.place
 """
 
-_Held = tuple[locks.Standing, Lease]
-
 
 def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> Operation[list[Settled]]:
     """One answer per entry, in order."""

@@ -33,7 +33,6 @@ class Chore:
         self._work = work
         self._events = events
         self._nudge = asyncio.Event()
-        self._due: float | None = None
 
     @property
     def healthy(self) -> bool:
