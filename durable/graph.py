@@ -400,7 +400,7 @@ def _input(node: Node[Any], codec: Codec, args: tuple[Any, ...], kwargs: Mapping
 def _row(node: Node[Any], run: NewRun, ids: Mapping[str, str], parent: RunRecord) -> NewRun:
     data = tuple(dict.fromkeys(node.inputs))  # a result may be taken twice, an edge is one
     edges: list[tuple[str, Literal["control", "data"]]] = [(name, "data") for name in data]
-    edges += [(name, "control") for name in node.after]
+    edges.extend((name, "control") for name in node.after)
     options = with_option(run.options, RESULTS_OF, [ids[name] for name in node.inputs]) if node.inputs else run.options
     return dataclasses.replace(
         run,
