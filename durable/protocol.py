@@ -82,8 +82,8 @@ class RunStore(Protocol):
         before, and a joined run is locked until its end (41).
         A run that `depends_on` others is suspended with attempts = 0 until all of them have completed; `wake_after` counts the
         rest (77). One that depends on a run that is not there is NotFound; with an edge of kind `end` it lands cancelled, `upstream`,
-        at once: what is gone has ended (31). A run with a `sequence_key` waits, `blocked_on = 'sequence'`, while an earlier one of that key and tenant has
-        not landed (75). A child (parent_run_id) takes its parent's deadline if that is earlier, unless detached (12).
+        at once: what is gone has ended (31). A run with a `sequence_key` waits, `blocked_on = 'sequence'`, while an earlier one of that
+        key and tenant has not landed (75). A child (parent_run_id) takes its parent's deadline if that is earlier, unless detached (12).
         `available_at` is never later than the deadline (12).
         """
         ...

@@ -1,8 +1,9 @@
 """Waiting in a body for the end of a run that is no child of it: `ctx.result` (semantics 30, 31, 57).
 
 Two kinds of records. A step, `result`, looks at the run: it holds how the run landed, or nothing if it has not. Then `await` starts a
-child that depends on the run as a node of a graph does: the store releases it, or ends it, in the write by which the run lands (or in
-its own, where the run was purged meanwhile), and so wakes the body, which looks again. Nothing is polled, no slot is held, and a crash anywhere leaves a journal that goes on.
+child that depends on the run as a node of a graph does: the store releases it, or ends it, in the write by which the run lands (or in its
+own, where the run was purged meanwhile), and so wakes the body, which looks again. Nothing is polled, no slot is held, and a crash anywhere
+leaves a journal that goes on.
 """
 
 from __future__ import annotations

@@ -7,17 +7,27 @@ What the caller gave stands in a filter as a value, never as an operator. A run 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from bson.datetime_ms import DatetimeMS
 
-from durable.model import ALL, Page, Pulse, RunQuery, RunRecord, Scope
-from durable.storekit import cursor_values, given_key, page_of
+from durable.model import ALL, Instant, Page, Pulse, RunQuery, RunRecord, Scope
+from durable.storekit import cursor_of, cursor_values, given_key, page_of
 
 from .operation import Document, Work
 from .rows import instant, of_scope, run_shown, status_shown, stored_id, tenant_text, visible
 from .times import stored_not_before
 
 PAGE_LIMIT = 1_000
+_UNDATED: Final[Instant] = -(2**63)
+"""In a cursor: the dated ones are through."""
+# Before and behind all dates in the order of values of any type, which is that of the index.
+_NO_DATE: Final[Document] = {
+    "$or": [
+        {"$expr": {"$lt": ["$created_at", DatetimeMS(-(2**63))]}},
+        {"$expr": {"$gt": ["$created_at", DatetimeMS(2**63 - 1)]}},
+    ]
+}
 _PULSE = ("status", "attempts", "wake_seq", "updated_at", "progress", "tenant_id", "purging_at")
 
 
@@ -32,15 +42,40 @@ async def get(work: Work, run_ids: Sequence[str], scope: Scope) -> list[RunRecor
 
 
 async def find(work: Work, query: RunQuery, scope: Scope) -> Page:
-    """A page, newest first, and the cursor of the next one. Raises Conflict for a cursor that is not ours."""
+    """A page, newest first, and the cursor of the next one; damaged documents without an instant come last, by their ids. Raises Conflict
+    for a cursor that is not ours."""
     limit = max(1, min(query.limit, PAGE_LIMIT))
     conditions = await _conditions(work, query, scope)
-    if query.cursor is not None:
-        created_at, run_id = cursor_values(query.cursor)
+    created_at, run_id = (None, "") if query.cursor is None else cursor_values(query.cursor)
+    rows = [] if created_at == _UNDATED else await _dated(work, conditions, created_at, run_id, limit + 1)
+    dated = len(rows)
+    if dated <= limit and query.since is None and query.until is None:
+        after = run_id if created_at == _UNDATED else None
+        rows += await _undated(work, conditions, after, limit + 1 - dated)
+    runs = [run_shown(row) for row in rows[:limit]]
+    if len(rows) > limit > dated:
+        return Page(runs=runs, cursor=cursor_of(_UNDATED, rows[limit - 1]["_id"]))
+    return page_of(runs, more=len(rows) > limit)
+
+
+async def _dated(
+    work: Work, conditions: Sequence[Document], created_at: Instant | None, run_id: str, most: int
+) -> list[Document]:
+    """Runs behind this one, newest first."""
+    if created_at is None:
+        beyond: Document = {"created_at": {"$type": "date"}}
+    else:
         at = DatetimeMS(created_at // 1_000)
-        conditions.append({"$or": [{"created_at": {"$lt": at}}, {"created_at": at, "_id": {"$lt": run_id}}]})
-    rows = await work.find("durable_run", {"$and": conditions}, sort=[("created_at", -1), ("_id", -1)], limit=limit + 1)
-    return page_of([run_shown(row) for row in rows[:limit]], more=len(rows) > limit)
+        beyond = {"$or": [{"created_at": {"$lt": at}}, {"created_at": at, "_id": {"$lt": run_id}}]}
+    sort = [("created_at", -1), ("_id", -1)]
+    return await work.find("durable_run", {"$and": [*conditions, beyond]}, sort=sort, limit=most)
+
+
+async def _undated(work: Work, conditions: Sequence[Document], after: str | None, most: int) -> list[Document]:
+    """Damaged documents whose created_at is no date: an ordinary comparison sees values of its own type only, so they are in no page of
+    the others."""
+    where = [*conditions, _NO_DATE, *([] if after is None else [{"_id": {"$lt": after}}])]
+    return await work.find("durable_run", {"$and": where}, sort=[("_id", -1)], limit=most)
 
 
 async def count(work: Work, query: RunQuery, scope: Scope) -> int:

@@ -28,9 +28,11 @@ from durable.model import (
     tenant_id,
 )
 from durable.settings import SECOND, Settings
+from durable.storekit import cursor_of
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_mongo import Store, backend
 from durable_mongo.claim import ROUNDS
+from durable_mongo.operation import CODEC
 
 ROWS = int(os.environ.get("DURABLE_MONGO_PLAN_ROWS", "20000"))
 TAKEN = 10
@@ -117,7 +119,8 @@ async def examined(room: Room, work: Callable[[], Awaitable[Any]]) -> tuple[Any,
         room.db.command("profile", 0)
     keys = documents = 0
     scans: list[str] = []
-    for row in room.db["system.profile"].find({"ns": {"$regex": "durable_"}}):
+    profile = room.db["system.profile"].with_options(codec_options=CODEC)  # dates beyond those of Python
+    for row in profile.find({"ns": {"$regex": "durable_"}}):
         keys += int(row.get("keysExamined", 0))
         documents += int(row.get("docsExamined", 0))
         plan = str(row.get("planSummary", ""))
@@ -250,6 +253,16 @@ async def test_a_page_and_a_pulse_examine_what_they_show(crowd: Room, store: Sto
     ids = [run.run_id for run in page.runs]
     _, keys, documents, scans = await examined(crowd, lambda: store.pulse(ids, scope=ALL))
     frugal(keys, documents, scans, taken=TAKEN, trips=1)
+
+
+async def test_the_last_page_looks_for_documents_without_a_date_and_examines_none(crowd: Room, store: Store) -> None:
+    behind_all = cursor_of(SECOND, "")
+    for scope in (ALL, None, tenant_id("nobody")):
+        page, keys, documents, scans = await examined(
+            crowd, lambda scope=scope: store.find(RunQuery(limit=TAKEN, cursor=behind_all), scope=scope)
+        )  # type: ignore[misc]
+        assert (list(page.runs), documents, scans) == ([], 0, [])
+        assert keys <= 4
 
 
 async def test_a_purge_and_the_nets_examine_what_they_take(crowd: Room, store: Store) -> None:

@@ -67,7 +67,9 @@ async def test_a_node_may_depend_on_a_run_that_has_completed(scene: Scene) -> No
 
 
 @rule(31)
-async def test_a_run_that_waits_for_the_end_of_one_that_is_gone_lands_at_once_and_wakes_its_parent(scene: Scene) -> None:
+async def test_a_run_that_waits_for_the_end_of_one_that_is_gone_lands_at_once_and_wakes_its_parent(
+    scene: Scene,
+) -> None:
     held = await scene.take()
     gone = Dependency(run_id="purged", kind="end")
     child = new_run(**scene.child_of(held, "await"), depends_on=(gone,))
