@@ -14,7 +14,7 @@ from pymongo.errors import PyMongoError
 
 from durable.clock import boottime, system_micros
 from durable.model import Check
-from durable.settings import SECOND
+from durable.settings import SECOND, Micros
 
 from . import schema
 from .connection import Database
@@ -22,6 +22,8 @@ from .connection import Database
 OLDEST: Final = (6, 0)
 MOST_SKEW: Final = SECOND
 LEAST_NODES: Final = 3
+FAR_ABOVE: Final = 1.5
+"""How many leases a transaction that nobody ends may stay open before the doctor speaks of it."""
 
 
 async def check(database: Database) -> list[Check]:
@@ -39,6 +41,7 @@ async def check(database: Database) -> list[Check]:
         _schema(found, vital),
         _skew(hello, received - sent),
         await _changes(home),
+        await _open_transactions(admin, database.settings.lease),
     ]
 
 
@@ -112,6 +115,26 @@ async def _changes(home: Any) -> Check:
         text = f"change streams are refused ({error}): other processes' work is found by polling only"
         return Check(name="changes", level="warn", text=text)
     return Check(name="changes", level="ok", text="change streams tell of other processes' work")
+
+
+async def _open_transactions(admin: Any, lease: Micros) -> Check:
+    """A process that is killed in a transaction keeps its documents locked until the server ends that. If that takes longer than a lease,
+    what hangs on them waits longer than for a worker that died."""
+    name = "open transactions"
+    try:
+        answer = await admin.command("getParameter", 1, transactionLifetimeLimitSeconds=1)
+    except PyMongoError as error:
+        text = f"transactionLifetimeLimitSeconds can not be read: {error}"
+        return Check(name=name, level="warn", text=text)
+    seconds = int(answer["transactionLifetimeLimitSeconds"])
+    text = f"one that a killed process left open is ended after {seconds} s (transactionLifetimeLimitSeconds)"
+    if seconds * SECOND > FAR_ABOVE * lease:
+        least = max(1, -(-lease // SECOND))
+        text += (
+            f", a lease lasts {lease / SECOND:g} s: until then others wait for its documents. Where your own transactions are shorter:"
+            f" db.adminCommand({{setParameter: 1, transactionLifetimeLimitSeconds: {least}}})"
+        )
+    return Check(name=name, level="ok", text=text)
 
 
 __all__ = ["check"]

@@ -25,7 +25,7 @@ async def found(store: Store, name: str) -> Check:
 async def test_a_set_of_one_that_has_all_it_needs_is_only_warned_of_its_size(opened: Open) -> None:
     levels = {check.name: check.level for check in await (await opened()).check()}
     assert levels.pop("deployment") == "warn"
-    assert levels == dict.fromkeys(("server", "write concern", "schema", "clock", "changes"), "ok")
+    assert levels == dict.fromkeys(("server", "write concern", "schema", "clock", "changes", "open transactions"), "ok")
 
 
 NODES = ["one:27017", "two:27017", "three:27017"]
@@ -81,6 +81,37 @@ async def test_a_default_that_may_not_be_read_is_told(opened: Open, room: Room) 
     check = await found(store, "write concern")
     assert check.level == "warn"
     assert "can not be read" in check.text
+
+
+LIMIT = "transactionLifetimeLimitSeconds"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lease", "told"), [(60, "30s", 30), (60, "5s", 5), (45, "30s", None), (10, "30s", None)]
+)
+async def test_how_long_a_transaction_of_a_killed_process_stays_open_is_told_with_what_to_set(
+    opened: Open, room: Room, seconds: int, lease: str, told: int | None
+) -> None:
+    """Nothing is wrong with it: it is the server's own default. Where it is far above a lease, there is something to gain."""
+    admin = room.db.client.admin
+    before = admin.command("getParameter", 1, **{LIMIT: 1})[LIMIT]
+    store = await opened(settings={"lease": lease})
+    admin.command("setParameter", 1, **{LIMIT: seconds})
+    try:
+        check = await found(store, "open transactions")
+    finally:
+        admin.command("setParameter", 1, **{LIMIT: before})
+    assert check.level == "ok"
+    assert f"after {seconds} s" in check.text
+    assert (f"{LIMIT}: {told}}}" in check.text) is (told is not None)
+    assert ("setParameter" in check.text) is (told is not None)
+
+
+async def test_a_limit_of_open_transactions_that_may_not_be_read_is_told(opened: Open, room: Room) -> None:
+    store = await opened()
+    fail(room, "getParameter", errorCode=13)
+    check = await found(store, "open transactions")
+    assert (check.level, "can not be read" in check.text) == ("warn", True)
 
 
 Damage = Callable[[Room], Any]

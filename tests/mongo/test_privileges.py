@@ -70,14 +70,16 @@ async def test_read_write_on_the_database_is_enough_for_everything(url: Url) -> 
         levels = {check.name: check.level for check in await client.store.check()}
     assert levels == {
         **dict.fromkeys(("server", "schema", "clock", "changes"), "ok"),
-        **dict.fromkeys(("deployment", "write concern"), "warn"),  # one node; the default may not be read
+        **dict.fromkeys(
+            ("deployment", "write concern", "open transactions"), "warn"
+        ),  # one node; the rest may not be read
     }
 
 
-async def test_with_cluster_monitor_the_doctor_sees_the_default_write_concern_too(url: Url) -> None:
+async def test_with_cluster_monitor_the_doctor_sees_the_default_write_concern_and_the_limit_of_transactions(url: Url) -> None:
     async with durable.Client(url("doctor"), auto_migrate=True) as client:
         levels = {check.name: check.level for check in await client.store.check()}
-    assert levels["write concern"] == "ok"
+    assert (levels["write concern"], levels["open transactions"]) == ("ok", "ok")
 
 
 async def test_a_user_who_may_only_read_is_told_what_is_missing(url: Url) -> None:
