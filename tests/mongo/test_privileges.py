@@ -76,7 +76,9 @@ async def test_read_write_on_the_database_is_enough_for_everything(url: Url) -> 
     }
 
 
-async def test_with_cluster_monitor_the_doctor_sees_the_default_write_concern_and_the_limit_of_transactions(url: Url) -> None:
+async def test_with_cluster_monitor_the_doctor_sees_the_default_write_concern_and_the_limit_of_transactions(
+    url: Url,
+) -> None:
     async with durable.Client(url("doctor"), auto_migrate=True) as client:
         levels = {check.name: check.level for check in await client.store.check()}
     assert (levels["write concern"], levels["open transactions"]) == ("ok", "ok")
