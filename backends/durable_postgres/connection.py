@@ -315,7 +315,9 @@ class Database:
             return
         if con.pgconn.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR):
             try:
-                await self.ask(con, [Ask("ROLLBACK")])
+                # The driver's own, not a statement: only this forgets what it takes for prepared. The rest of a pipeline that failed
+                # never reached the server, and it would ask for that by name for as long as the connection lives.
+                await con.rollback()
                 return
             except psycopg.Error as error:
                 log.info("rolling back failed, the connection is closed: %s", error)

@@ -54,7 +54,9 @@ class Scheduling:
         the worker serves: everybody's together, or its tenant's (73)."""
         scope = self._scope if isinstance(self._scope, UUID) else None
         now = moment(self._store.clock())
-        limits = {row.scope_name: row for row in await self._store.queues(scope=self._scope) if row.tenant == self._scope}
+        limits = {
+            row.scope_name: row for row in await self._store.queues(scope=self._scope) if row.tenant == self._scope
+        }
         for function in self._functions.values():
             declared = function.declared
             if declared.cron is not None:

@@ -73,7 +73,10 @@ def test_row_5_every_tick_is_a_local_time_that_exists(expression: str) -> None:
 @pytest.mark.parametrize(
     ("tz", "fold"),
     [
-        ("Europe/Berlin", datetime(2020, 10, 25, 1, tzinfo=UTC)),  # past ones: what is to come may be abolished, as in Havana
+        (
+            "Europe/Berlin",
+            datetime(2020, 10, 25, 1, tzinfo=UTC),
+        ),  # past ones: what is to come may be abolished, as in Havana
         ("America/New_York", datetime(2020, 11, 1, 6, tzinfo=UTC)),
         ("America/St_Johns", datetime(2020, 11, 1, 4, 30, tzinfo=UTC)),
         ("Australia/Lord_Howe", datetime(2020, 4, 4, 15, tzinfo=UTC)),

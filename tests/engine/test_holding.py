@@ -784,7 +784,7 @@ async def test_a_fault_of_the_engine_is_reported_and_hands_the_run_back_with_gro
     async with worker(client) as working:
         await until(lambda: seen.of(EngineFault), "the report")
         await until(status_of(run, "pending"))
-        assert working.held == 0
+        await until(lambda: working.held == 0, "the run to leave the worker")
         record = run.record
         assert record.available_at is not None
         assert record.available_at - record.updated_at >= SECOND // 2, "it would be claimed again at once"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -56,10 +57,14 @@ class Fleet:
         """End all of them in good order; one that does not is killed, which fails the test."""
         for process in self.processes:
             process.terminate()
+        begun = {line.pid for line in self.lines()}
         codes = []
         for process in self.processes:
             process.join(60)
-            codes.append(process.exitcode)
+            if (
+                process.exitcode != -signal.SIGTERM or process.pid in begun
+            ):  # else it was told to end before it had begun
+                codes.append(process.exitcode)
             if process.exitcode is None:
                 process.kill()
                 process.join()

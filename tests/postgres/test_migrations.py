@@ -58,6 +58,7 @@ OTHERS = (
 async def test_a_migration_of_live_tables_builds_its_index_concurrently(database: Database, scene: Scene) -> None:
     """A writer that is in the middle of something is waited for, and nobody is made to wait meanwhile."""
     writer = await psycopg.AsyncConnection.connect(database.url)
+    await writer.execute("SELECT pg_advisory_lock(4711)")
     await writer.execute("UPDATE durable_run SET priority = 1")
     migrating = asyncio.create_task(apply(database.url, INDEX))
     await until(lambda: migrating.done() or run(database, BUILDING), "the build to wait for the writer")
@@ -90,19 +91,21 @@ async def test_an_index_that_a_killed_build_left_invalid_is_dropped_and_built_ag
 
 
 async def test_an_index_is_swapped_without_holding_up_a_writer(database: Database, scene: Scene) -> None:
-    """The new one is built, then the old one dropped, both beside whoever writes."""
+    """The new one is built, then the old one dropped, both beside whoever writes. Between them the migration waits for the test."""
     text = (
         "-- not transactional\nCREATE INDEX CONCURRENTLY durable_run_due_2 ON durable_run (available_at, run_id);\n"
-        "DROP INDEX durable_run_due;\n"
+        "SELECT pg_advisory_xact_lock(4711);\nDROP INDEX durable_run_due;\n"
     )
     swap = Migration(version=NEXT, name="0900_swap", text=text)
     writer = await psycopg.AsyncConnection.connect(database.url)
+    await writer.execute("SELECT pg_advisory_lock(4711)")
     await writer.execute("UPDATE durable_run SET priority = 1")
     migrating = asyncio.create_task(apply(database.url, swap))
     await until(lambda: migrating.done() or run(database, BUILDING), "the build to wait for the writer")
     await scene.take()
     await writer.commit()
     await writer.execute("UPDATE durable_run SET priority = 2")
+    await writer.execute("SELECT pg_advisory_unlock(4711)")
     dropping = BUILDING.replace("%CONCURRENTLY%", "DROP INDEX CONCURRENTLY%")
     await until(lambda: migrating.done() or run(database, dropping), "the drop to wait for the writer")
     assert not migrating.done()
