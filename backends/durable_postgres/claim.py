@@ -117,7 +117,8 @@ UPDATE durable_run AS r SET {_TAKEN} WHERE r.run_id = ANY ($1::text[]) RETURNING
 HELD: Final = f"""
 SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE r.lease_owner = $1 AND r.status = 'running' ORDER BY r.priority DESC, r.submitted
 """
-ONE_AT_A_TIME: Final = "SELECT pg_advisory_xact_lock($1, $2)"
+# The second lock is shared by all claims: who sets a limit waits for those under way, which did not look for it.
+ONE_AT_A_TIME: Final = "SELECT pg_advisory_xact_lock($1, $2), pg_advisory_xact_lock_shared($1::bigint)"
 HISTORIES: Final = f"""
 SELECT {STEP_COLUMNS}, s.run_id FROM durable_step AS s WHERE s.run_id = ANY ($1::text[]) ORDER BY s.run_id, {STEP_ORDER}
 """

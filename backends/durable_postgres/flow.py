@@ -74,11 +74,13 @@ IN_FLIGHT: Final = """
 SELECT l.scope, (SELECT count(*) FROM (SELECT FROM durable_permit AS p WHERE p.scope = l.scope LIMIT l.most) AS f)
 FROM unnest($1::text[], $2::integer[]) AS l (scope, most)
 """
-# A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late.
+# A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late. Claims
+# are held up until the limit is there; runs first and then the row of the limit, in the order of those who land.
+NO_CLAIMS: Final = "SELECT pg_advisory_xact_lock($1::bigint)"
 _RUNNING: Final = """
 WITH flying AS MATERIALIZED (
     SELECT r.run_id, r.concurrency_key, r.tenant_id FROM durable_run AS r
-    WHERE r.status = 'running' AND ($4 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid) AND {which} ORDER BY r.run_id FOR SHARE SKIP LOCKED)
+    WHERE r.status = 'running' AND ($4 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid) AND {which} ORDER BY r.run_id FOR SHARE)
 INSERT INTO durable_permit (scope, run_id, taken_at) SELECT {scope}, f.run_id, now() FROM flying AS f ON CONFLICT DO NOTHING
 """
 PERMITS_OF_RUNNING: Final = {
@@ -324,6 +326,12 @@ def set_queue(work: Work, record: QueueRecord) -> Operation[None]:
     Raises Conflict for a row that can mean nothing, before anything is written."""
     owner = owner_of(record.tenant)
     queue_id = rule_id(owner, record.scope_name)
+    base = scope_text(owner, record.scope_name)
+    kind, _, name = record.scope_name.partition(":")
+    tenant = None if record.tenant is ALL else record.tenant
+    if record.max_concurrency is not None:
+        yield from rows(NO_CLAIMS, work.lock_class)
+        yield from count(PERMITS_OF_RUNNING[kind], base, tenant, name, record.tenant is ALL)
     row = yield from first(BEFORE, queue_id)
     rule = Rule.put(record, None if row is None else _rule(row), work.now)
     values: tuple[Any, ...] = (
@@ -334,14 +342,9 @@ def set_queue(work: Work, record: QueueRecord) -> Operation[None]:
         record.rate_burst,
     )
     bucket = (None if rule.tokens is None else str(rule.tokens), at(rule.at), record.fair)
-    tenant = None if record.tenant is ALL else record.tenant
     yield from count(PUT_RULE, queue_id, record.scope_name, tenant, *values, *bucket)
-    base = scope_text(owner, record.scope_name)
-    kind, _, name = record.scope_name.partition(":")
     if record.max_concurrency is None:
         yield from count(DROP_PERMITS, base, *((f"{base}:", f"{base};") if texts.is_spread(base) else (base, base)))
-    else:
-        yield from count(PERMITS_OF_RUNNING[kind], base, tenant, name, record.tenant is ALL)
     for text in (yield from _blocked_scopes(base)):
         yield from _fill(work, rule, text, RELEASE_BATCH)
 

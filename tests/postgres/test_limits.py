@@ -5,18 +5,24 @@ The server explains what it carried out, as in `test_plans.py`; among the permit
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-from postgres.conftest import template
+from postgres.conftest import template, until
 from postgres.test_plans import TAKEN, TENANT, Eye, Seen, claim, watched
-from servers.postgres import server
+from servers.postgres import Database, server
 
 from durable.model import ALL, Completed, HandedBack, QueueRecord
+from durable.protocol import Store
 from durable.storekit import tenant_of
+from durable.testing.conformance.scenario import Scene
 from durable_postgres.claim import ROUNDS
 
+WAITING = (
+    "SELECT count(*)::integer FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+)
 READY = 20_000
 OTHERS = 50_000
 
@@ -117,3 +123,30 @@ def test_a_claim_counts_no_further_than_the_limit(eye: Eye) -> None:
     assert taken == 0
     _, permits = read(seen)
     assert 0 < permits <= 10 * ROUNDS, "each look at the heads counts as far as the limit"
+
+
+@pytest.mark.parametrize("held", ["a claim", "a record"])
+async def test_a_limit_that_is_set_beside_a_transaction_under_way_counts_its_run(
+    held: str, database: Database, store: Store
+) -> None:
+    """A claim that did not look for the limit, or a record that has the run's row: the limit waits for it, and counts the run (73)."""
+    scene = Scene(store, None)  # type: ignore[arg-type]
+    run = await scene.start()
+    claimed = await scene.take_again(run.run_id) if held == "a record" else None
+    with database.connect() as con:
+        con.execute(f"""
+            CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_advisory_xact_lock(4711); RETURN NULL; END $$;
+            CREATE TRIGGER wait AFTER {"UPDATE ON durable_run" if claimed is None else "INSERT ON durable_step"}
+            FOR EACH STATEMENT EXECUTE FUNCTION wait();
+            SELECT pg_advisory_lock(4711)""")
+        writing = asyncio.create_task(scene.take_again(run.run_id) if claimed is None else scene.append(claimed, "a"))
+        await until(lambda: con.execute(WAITING).fetchone() == (1,), "the write to wait for the test")
+        setting = asyncio.create_task(
+            store.set_queue(QueueRecord(scope_name="queue:default", tenant=ALL, max_concurrency=1))
+        )
+        await until(
+            lambda: con.execute(WAITING).fetchone() == (2,) or setting.done(), "the limit to wait for the write"
+        )
+        con.execute("SELECT pg_advisory_unlock(4711)")
+        await asyncio.gather(writing, setting)
+        assert con.execute("SELECT scope, run_id FROM durable_permit").fetchall() == [("*/queue:default", run.run_id)]
