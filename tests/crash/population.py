@@ -50,7 +50,7 @@ def work_until_killed(url: str, log: str, concurrency: int) -> None:
 
     async def main() -> None:
         async with durable.Client(url, settings={"poll": "200ms", "poll_idle": "200ms"}) as client:
-            # The kills follow what runs: one run may well meet six in a row before its next record, and would land failed, as it should (15).
+            # The kills follow what runs: one run may meet six in a row before its next record, and would land failed (15).
             worker = durable.Worker(
                 client, functions=[eight_steps], concurrency=concurrency, lease="2s", max_reclaims=1_000
             )
