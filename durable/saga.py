@@ -60,8 +60,13 @@ class _Ledger:
 
     def __init__(self) -> None:
         self.compensations: list[Compensation] = []
-        self.pivoted = False
         self.open = False
+        self._entered = -1
+
+    def enter(self, host: Activation) -> None:
+        """The block begins."""
+        self.open = True
+        self._entered = host.journal.cursor
 
     def check(self, verb: str) -> None:
         """Raises Misuse outside of the `with` block, and where a compensation is not durable yet."""
@@ -77,10 +82,12 @@ class _Ledger:
                 hint="await saga.compensate(...) before the step that it undoes",
             )
 
-    def due(self, error: BaseException | None) -> list[Compensation]:
-        """What is to be undone when the block is left, the last one first."""
+    def due(self, error: BaseException | None, host: Activation) -> list[Compensation]:
+        """What is to be undone when the block is left, the last one first. Nothing if the body was given a pivot in it, whichever verb
+        asked for that, and whether or not a branch still waits for the answer (46)."""
         self.open = False
-        if error is None or self.pivoted:
+        given = host.journal.records[self._entered : host.journal.cursor]
+        if error is None or any(record.kind is RecordKind.PIVOT for record in given):
             return []
         return [one for one in reversed(self.compensations) if one.recorded]
 
@@ -130,13 +137,13 @@ class Saga:
         self._ledger = _Ledger()
 
     async def __aenter__(self) -> Self:
-        self._ledger.open = True
+        self._ledger.enter(self._context._host)
         return self
 
     async def __aexit__(
         self, cls: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        due = self._ledger.due(error)
+        due = self._ledger.due(error, self._context._host)
         if not due:
             return
         assert error is not None
@@ -185,7 +192,6 @@ class Saga:
         self._ledger.check("pivot")
         self._ledger.check_registered()
         await self._context.refuse_cancel()
-        self._ledger.pivoted = True
 
 
 class SyncSaga:
@@ -196,13 +202,13 @@ class SyncSaga:
         self._ledger = _Ledger()
 
     def __enter__(self) -> Self:
-        self._ledger.open = True
+        self._ledger.enter(self._context._host)
         return self
 
     def __exit__(
         self, cls: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        due = self._ledger.due(error)
+        due = self._ledger.due(error, self._context._host)
         if not due:
             return
         assert error is not None
@@ -241,7 +247,6 @@ class SyncSaga:
         """From here the run goes forward only."""
         self._ledger.check("pivot")
         self._context.refuse_cancel()
-        self._ledger.pivoted = True
 
 
 __all__ = ["Saga", "SyncSaga"]

@@ -171,9 +171,8 @@ class _Batch:
             self.before = {row[0]: row for row in (next(answers) if before else ())}
             self.known.update({row[0]: run_record(row) for row in (next(answers) if holders else ())})
         lines = {stored_key(run.tenant, run.sequence_key) for run in self.runs if run.sequence_key is not None}
-        if (
-            lines
-        ):  # who is later in a line has a higher number: those drawn before the line was ours may be older than that
+        if lines:
+            # Who is later in a line has a higher number: those drawn before the line was ours may be older than that.
             self.occupied = yield from flow.occupied(self.work, lines)
             numbers = yield from rows(NUMBERS, self.work.sequence, len(self.runs))
             self.numbers = iter([number for (number,) in numbers])

@@ -70,6 +70,30 @@ async def gives_its_pivot_up(ctx: durable.Context) -> None:
 
 
 @durable.function(registry=declared)
+async def refuses_in_its_saga(ctx: durable.Context) -> None:
+    async with ctx.saga() as saga:
+        await saga.compensate(unbook, "car")
+        await saga.step(book, "car")
+        await ctx.refuse_cancel()
+        await ctx.step(fail)
+
+
+@durable.function(registry=declared)
+def refuses_in_its_saga_in_a_thread(ctx: durable.SyncContext) -> None:
+    def note(what: str) -> None:
+        done.append(what)
+
+    def stop() -> None:
+        raise ValueError("no")
+
+    with ctx.saga() as saga:
+        saga.compensate(note, "unbook car")
+        saga.step(note, "book car")
+        ctx.refuse_cancel()
+        ctx.step(stop)
+
+
+@durable.function(registry=declared)
 async def waits(ctx: durable.Context) -> str:
     async with ctx.saga() as saga:
         await saga.compensate(unbook, "car")
@@ -207,6 +231,19 @@ async def test_a_run_that_gave_its_pivot_up_and_has_undone_is_not_called_incompl
     assert kinds == ["compensation:unbook", "book", "fail", "2/refuse_cancel", "undo/1"]
     assert done == ["book car", "unbook car"]
     assert run.status is Status.FAILED
+
+
+@pytest.mark.parametrize("fn", [refuses_in_its_saga, refuses_in_its_saga_in_a_thread])
+async def test_whoever_refuses_a_cancel_in_a_saga_has_passed_its_pivot_and_undoes_nothing(
+    client: durable.Client, fn: durable.Function[[], None]
+) -> None:
+    """(46, 49) `ctx.refuse_cancel()` is the pivot, whichever verb asks for it: it was undone, and called incomplete all the same."""
+    async with worker(client):
+        run = await client.start(fn)
+        with pytest.raises(durable.RunForwardIncomplete):
+            await run.result()
+    assert done == ["book car"]
+    assert run.status is Status.FORWARD_INCOMPLETE
 
 
 async def _has(client: durable.Client, run: durable.Run[Any], step_id: str) -> bool:
