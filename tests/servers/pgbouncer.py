@@ -1,7 +1,7 @@
 """A PgBouncer in transaction mode before the test server, with few server connections, so that sessions change hands all the time.
 
-`apt-get install pgbouncer` brings it. Where it is missing the tests that need it are skipped with that sentence, and fail where
-`DURABLE_REQUIRE_PGBOUNCER` is set, as in CI.
+`apt-get install pgbouncer` brings it, which `.ci/run` does where it may. Where it is missing the tests that need it are skipped with that
+sentence, and fail where `DURABLE_REQUIRE_PGBOUNCER` is set, as by `.ci/run` once it is there.
 """
 
 from __future__ import annotations
