@@ -14,8 +14,9 @@ nox: then the one that dev.py keeps is used, which is quicker.
 The next ones run tests of the whole at full length:
 
     fuzz    random programs, killed at every position
-    races   conflicting operations in every order, with many trials
+    races   conflicting operations in every order, on SQLite with many trials
     waits   the five races of runs that wait, 10,000 on each store
+    wakes   how often a parent of 1,000 children is woken, on each store
     suspended   100,000 suspended runs beside a worker and a claim, on each store
     families   a parent of 1,000 children, killed three times, on each store
     chaos   kills at random moments over many runs and several processes
@@ -26,7 +27,7 @@ The next ones run tests of the whole at full length:
     fairness   a single run behind the backlog of another tenant
     encrypted   the whole conformance suite on encrypted payloads
     mongo   MongoDB: fail-overs of three nodes, plans beside many runs, races, the state machine
-    statemachine   the whole protocol of the stores against the oracle
+    statemachine   the whole protocol against the oracle, on SQLite at full length
     postgres   conformance, state machine, races and the backend's own tests on the oldest and the newest PostgreSQL
     restarts   crashes of a PostgreSQL server under a flow of runs
     migrations eight processes that migrate an empty PostgreSQL database at once

@@ -448,7 +448,7 @@ class Client:
         return await self._opened.repeated(self.store.schema_status)
 
     async def workers(self) -> Sequence[WorkerRecord]:
-        """The live workers that serve this client's tenant."""
+        """The registered workers that serve this client's tenant. One that was killed stays for a day: see its `seen_at`."""
         return await self._opened.repeated(lambda: self.store.workers(scope=self._scope))
 
     async def check(self) -> Sequence[Check]:
