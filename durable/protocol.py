@@ -364,7 +364,7 @@ class Upkeep(Protocol):
         ...
 
     async def explain(self, run_id: str, *, scope: Scope) -> Explanation:
-        """Why a run stands where it stands: also that no live worker knows it (8). NotFound as everywhere."""
+        """Why a run stands where it stands: also that no live worker knows it (7). NotFound as everywhere."""
         ...
 
     async def audit(self, *, scope: Scope) -> Sequence[Finding]:
