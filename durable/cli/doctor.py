@@ -8,6 +8,7 @@ from __future__ import annotations
 import json as jsonlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from uuid import UUID
 
 import typer
 
@@ -22,8 +23,10 @@ OLD = 5 * MINUTE
 """A run that is ready for so long finds no worker, or too few."""
 LOOKED_AT = 1_000
 """Pending runs that are looked at for functions that nobody knows: the newest ones."""
-EQUAL = ("lease", "max_reclaims")
-"""What every worker should have the same: they judge each other's runs by it (15)."""
+EQUAL = ("lease", "max_reclaims", "mismatch_limit")
+"""What every worker should have the same: they judge each other's runs by it (15, 25)."""
+_Waiting = tuple[str, str, UUID | None]
+"""Queue, function and tenant of a pending run."""
 _ORDER = {"refuse": 0, "warn": 1, "ok": 2}
 
 
@@ -43,22 +46,31 @@ def doctor(url: Url = None, json: AsJson = False, tenant: Tenant = None, all_ten
 
 async def examine(client: durable.Client) -> list[Check]:
     """Every check, the worst first."""
-    workers = await client.workers()
-    waiting = Counter([(run.queue, run.function) async for run in client.runs(status="pending", limit=LOOKED_AT)])
+    registered, now = await client.workers(), client.store.clock()
+    live = [worker for worker in registered if worker.seen_at >= now - max(client.settings.lease, _lease_of(worker))]
+    waiting = Counter(
+        [(run.queue, run.function, run.record.tenant) async for run in client.runs(status="pending", limit=LOOKED_AT)]
+    )
     found = [
         *await client.check(),
-        *_workers(workers),
-        *_queues(await client.queues.stats(), client.store.clock()),
-        *_unknown(waiting, workers),
+        *_workers(live, len(registered) - len(live)),
+        *_queues(await client.queues.stats(), now),
+        *_unknown(waiting, live),
     ]
     return sorted(found, key=lambda check: _ORDER[check.level])
 
 
-def _workers(workers: Sequence[WorkerRecord]) -> Iterable[Check]:
+def _lease_of(worker: WorkerRecord) -> int:
+    return int(jsonlib.loads(worker.settings).get("lease", 0))
+
+
+def _workers(workers: Sequence[WorkerRecord], gone: int) -> Iterable[Check]:
+    before = f"; {gone} more were not seen for a lease: they ended without a word" if gone else ""
     if not workers:
-        yield Check(name="workers", level="warn", text="no worker is registered; start one: durable worker MODULE")
+        text = f"no worker is live; start one: durable worker MODULE{before}"
+        yield Check(name="workers", level="warn", text=text)
         return
-    yield Check(name="workers", level="ok", text=f"{len(workers)} registered")
+    yield Check(name="workers", level="ok", text=f"{len(workers)} live{before}")
     for name in EQUAL:
         values = sorted({str(jsonlib.loads(worker.settings).get(name)) for worker in workers})
         if len(values) > 1:
@@ -89,9 +101,15 @@ def _queues(stats: Sequence[QueueStats], now: int) -> Iterable[Check]:
             yield Check(name=f"queue {queue.queue}", level="warn", text=text)
 
 
-def _unknown(waiting: Counter[tuple[str, str]], workers: Sequence[WorkerRecord]) -> Iterable[Check]:
-    known = {(queue, name) for worker in workers for queue in worker.queues for name, _ in worker.functions}
-    for (queue, function), count in sorted(waiting.items()):
-        if (queue, function) not in known:
-            text = f"{count} pending runs of {function!r} on queue {queue!r} that no registered worker takes"
-            yield Check(name="unknown function", level="warn", text=text)
+def _unknown(waiting: Counter[_Waiting], workers: Sequence[WorkerRecord]) -> Iterable[Check]:
+    """Pending runs that no live worker takes (7)."""
+    unknown: Counter[tuple[str, str]] = Counter()
+    for (queue, function, tenant), count in waiting.items():
+        takers = (
+            worker for worker in workers if queue in worker.queues and (not worker.bound or worker.tenant == tenant)
+        )
+        if not any(name == function for worker in takers for name, _ in worker.functions):
+            unknown[queue, function] += count
+    for (queue, function), count in sorted(unknown.items()):
+        text = f"{count} pending runs of {function!r} on queue {queue!r} that no live worker takes"
+        yield Check(name="unknown function", level="warn", text=text)

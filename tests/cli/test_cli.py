@@ -147,7 +147,7 @@ def test_doctor_says_what_is_wrong_with_store_workers_and_queues(shell: Shell) -
     try:
         for _ in range(100):
             told = {(check["level"], check["check"]): check["text"] for check in shell("doctor")}
-            if told.get(("ok", "workers")) == "2 registered":
+            if told.get(("ok", "workers")) == "2 live":
                 break
         assert "45000000" in told["warn", "lease"]
         assert "5, 7" in told["warn", "max_reclaims"]
