@@ -17,7 +17,6 @@ import pytest
 from postgres.conftest import Open, until
 from servers.postgres import Database
 
-import durable
 from durable.model import ALL, Cancelled, Claimed, Completed, QueueRecord, RecordKind, RunQuery, Status
 from durable.testing.conformance.scenario import Scene, failure, new_run
 
@@ -225,4 +224,3 @@ async def test_a_worker_that_is_stopped_for_three_leases_and_continued_writes_no
             process.send_signal(signal.SIGCONT)
             process.terminate()
             process.communicate(timeout=60)
-    assert durable.__name__ == "durable"

@@ -62,6 +62,7 @@ async def test_a_migration_of_live_tables_builds_its_index_concurrently(database
     await writer.execute("UPDATE durable_run SET priority = 1")
     migrating = asyncio.create_task(apply(database.url, INDEX))
     await until(lambda: migrating.done() or run(database, BUILDING), "the build to wait for the writer")
+    assert not migrating.done()
     await scene.take()  # the tables can be written meanwhile
     await writer.commit()
     assert (await migrating).missing == []
@@ -102,8 +103,11 @@ async def test_an_index_is_swapped_without_holding_up_a_writer(database: Databas
     await writer.execute("UPDATE durable_run SET priority = 1")
     migrating = asyncio.create_task(apply(database.url, swap))
     await until(lambda: migrating.done() or run(database, BUILDING), "the build to wait for the writer")
+    assert not migrating.done()
     await scene.take()
     await writer.commit()
+    between = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'advisory' AND datname = current_database()"
+    await until(lambda: run(database, between), "the build to be done")  # a write before that it would wait for, too
     await writer.execute("UPDATE durable_run SET priority = 2")
     await writer.execute("SELECT pg_advisory_unlock(4711)")
     dropping = BUILDING.replace("%CONCURRENTLY%", "DROP INDEX CONCURRENTLY%")

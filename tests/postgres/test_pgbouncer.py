@@ -103,7 +103,6 @@ async def test_a_listener_past_it_hears_the_news(pooler: Bouncer, database: Data
     waiting = asyncio.create_task(there.wait(["queue:default"], HOUR))
 
     async def heard() -> bool:
-        nonlocal waiting
         if waiting.done():
             return True
         await scene.start()
@@ -111,6 +110,7 @@ async def test_a_listener_past_it_hears_the_news(pooler: Bouncer, database: Data
         return waiting.done()
 
     await until(heard, "the news")
+    await waiting
     await here.close()
     await there.close()
 
