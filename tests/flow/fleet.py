@@ -69,7 +69,7 @@ class Fleet:
                 process.kill()
                 process.join()
         self.processes = []
-        assert not any(codes), f"workers ended with {codes}"
+        assert set(codes) <= {0}, f"workers ended with {codes} (None: it did not end)"
 
     def lines(self, word: str | None = None, *, last: int | None = None) -> list[Line]:
         """What was logged, in the order of writing; with `word` only the lines that begin with it, with `last` of so many bytes."""

@@ -100,6 +100,11 @@ def test_each_python_block_compiles(block: Block) -> None:
     compile(block.text, block.place, "exec")
 
 
+def test_each_python_block_that_is_to_run_runs_on_some_store() -> None:
+    run_somewhere = {block for store in DRIVERS for block in runnable(store)}
+    assert [block.place for block in PYTHON if NOT_RUN not in block.text and block not in run_somewhere] == []
+
+
 @pytest.mark.parametrize("block", runnable("sqlite"), ids=lambda block: block.place)
 def test_each_python_block_runs(block: Block, tmp_path: Path) -> None:
     """On SQLite, as written."""

@@ -106,3 +106,4 @@ async def _until_suspended(run: durable.Run[Any]) -> None:
     async for seen in run.watch():
         if seen.status == "suspended":
             return
+    pytest.fail("it ended without a sleep")

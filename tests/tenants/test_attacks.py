@@ -14,7 +14,6 @@ import pytest
 from tenants.rows import checksum, everything, of_tenant
 
 import durable
-from durable.cron import next_after
 from durable.model import ALL, RunQuery
 
 declared = durable.Registry("tenants_attacks")
@@ -169,7 +168,7 @@ async def test_equal_keys_of_tenants_whose_ids_and_keys_run_together_are_differe
 async def test_ids_and_filters_of_any_text_or_type_find_nothing_and_break_nothing(
     client: durable.Client, url: str
 ) -> None:
-    theirs = await victim(client)
+    await victim(client)
     mine = client.using(tenant=uuid.uuid4())
     before = checksum(everything(url))
     wrong: list[str] = []
@@ -202,13 +201,13 @@ async def test_ids_and_filters_of_any_text_or_type_find_nothing_and_break_nothin
                     answer = await outcome(attempt())
                 except Exception as error:
                     answer = f"untyped: {error!r}"
-                if isinstance(answer, list):  # what other tests have put into a queue of just this name
+                if name == "runs by queue" and view is not mine and isinstance(answer, list):
+                    # what other tests have put into a queue of just this name
                     answer = [run for run in answer if run.queue != thing]
                 if answer not in ([], 0, False) and not isinstance(answer, TYPED):
                     wrong.append(f"{name}({thing!r}): {answer!r}")
     assert not wrong, "\n".join(wrong)
     assert checksum(everything(url)) == before
-    assert theirs
 
 
 async def _all(runs: Any) -> list[Any]:
@@ -230,11 +229,12 @@ def _hashable(thing: object) -> bool:
     return False
 
 
-@pytest.mark.parametrize("thing", [*REFUSED, *TEXTS, *NOT_TEXT], ids=lambda thing: ascii(thing)[:30])
+NO_UUID = [thing for thing in (*REFUSED, *TEXTS, *NOT_TEXT) if not isinstance(thing, uuid.UUID)]
+
+
+@pytest.mark.parametrize("thing", NO_UUID, ids=lambda thing: ascii(thing)[:30])
 def test_a_tenant_that_is_no_uuid_is_refused_everywhere(thing: Any) -> None:
     client = durable.Client("sqlite://")
-    if isinstance(thing, uuid.UUID):
-        return
     with pytest.raises(durable.ConfigurationError):
         client.using(tenant=thing)
     for verb in ("get", "pause", "resume", "erase"):
@@ -251,7 +251,7 @@ async def test_a_cursor_of_another_tenants_listing_shows_ones_own_rows_and_an_al
     page = await client.store.find(RunQuery(limit=2), scope=two.scope)
     assert page.cursor is not None
     shown = await client.store.find(RunQuery(cursor=page.cursor), scope=one.scope)
-    assert {run.tenant for run in shown.runs} <= {one.scope}
+    assert [run.tenant for run in shown.runs] == [one.scope] * 4, "all of its own are older than that page"
     for altered in (*TEXTS[:20], "", "e30", page.cursor[:-3], page.cursor + "AAAA", page.cursor.swapcase()):
         for scope in (one.scope, ALL):
             try:
@@ -308,7 +308,6 @@ def test_the_text_of_a_schedule_is_an_expression_or_refused(text: str) -> None:
         durable.Cron(text)
     with pytest.raises(durable.DurableError):
         durable.Cron("0 0 * * *", tz=text or "/")
-    assert next_after
 
 
 @pytest.mark.parametrize("text", [*TEXTS, *REFUSED], ids=lambda text: ascii(text)[:30])

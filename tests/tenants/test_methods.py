@@ -15,6 +15,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from tenants.commands import ended
 from tenants.rows import checksum, of_tenant
 from typer.testing import CliRunner
 
@@ -362,8 +363,7 @@ async def test_a_command_of_one_tenant_reaches_nothing_of_another(client: durabl
     def run(name: str, words: list[str]) -> tuple[int, str]:
         arguments = [word.format(live=theirs.live, dead=theirs.dead) for word in words]
         result = CliRunner().invoke(app, [*name.split(), *arguments, "--url", url, "--tenant", str(uuid.uuid4())])
-        code = 3 if isinstance(result.exception, durable.NotFound) else result.exit_code
-        return code, result.output
+        return ended(result), result.output
 
     for name, (words, expected) in COMMANDS.items():
         code, output = await asyncio.to_thread(run, name, words)
