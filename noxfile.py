@@ -15,6 +15,7 @@ The next ones run tests of the whole at full length:
 
     fuzz    random programs, killed at every position
     races   conflicting operations in every order, on SQLite with many trials
+    wakes   a parent of 1,000 children: how often it is woken, on each store
     waits   the five races of runs that wait, 10,000 on each store
     wakes   how often a parent of 1,000 children is woken, on each store
     suspended   100,000 suspended runs beside a worker and a claim, on each store
@@ -334,10 +335,11 @@ def _install(session: nox.Session, *groups: str, extra: str = "") -> None:
 
 
 def _long(session: nox.Session, *patterns: str, **lengths: str) -> None:
-    """The test files that fit a pattern at full length; skipped in words while there are none."""
-    files = sorted({str(path) for pattern in patterns for path in (ROOT / "tests").glob(f"{pattern}.py")})
-    if not files:
-        session.skip(f"there is no tests/{patterns[0]}.py yet")
+    """The test files that fit a pattern at full length. A pattern that none fits is an error."""
+    found = {pattern: [str(path) for path in (ROOT / "tests").glob(f"{pattern}.py")] for pattern in patterns}
+    if lost := [pattern for pattern, paths in found.items() if not paths]:
+        session.error(f"there is no tests/{', '.join(lost)}.py")
+    files = sorted({path for paths in found.values() for path in paths})
     _install(session, "test", extra="testing")
     session.run("pytest", "--timeout=0", *files, *session.posargs, env=lengths)
 

@@ -64,7 +64,7 @@ class Elders:
             self.process.join()
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(300 + 4 * PATIENCE)
 @pytest.mark.parametrize("limit", [None, 10], ids=["all at once", "ten at once"])
 async def test_a_parent_that_is_killed_in_the_middle_of_a_map_starts_no_child_twice(
     url: str, limit: int | None

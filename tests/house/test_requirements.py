@@ -49,6 +49,7 @@ def test_what_can_not_be_read_is_refused() -> None:
         ({"status": "failed"}, "status"),
         ({"result": 2}, "result"),
         ({"kind": "stuck"}, "kind"),
+        ({"error": "something else"}, "error"),
         ({"runs": {"child": {"completed": 1}}}, "runs"),
         ({"journal": [["a", "step", 1]]}, "journal"),
         ({"counts": {"a": 2}}, "body 'a'"),
@@ -56,12 +57,13 @@ def test_what_can_not_be_read_is_refused() -> None:
     ],
 )
 def test_a_difference_in_anything_is_found(change: dict[str, object], word: str) -> None:
-    given = {"text": "It does something or other.", "rules": [1], "program": "pass", "journal": [], "counts": {"a": 1}}
+    text = "It does something or other."
+    given = {"text": text, "rules": [1], "program": "pass", "journal": [], "counts": {"a": 1}, "error": "no seat"}
     as_wanted: dict[str, object] = {
         "status": "completed",
         "result": None,
         "kind": None,
-        "error": None,
+        "error": "no seat, and so on",
         "journal": [],
         "counts": {"a": 1},
     }

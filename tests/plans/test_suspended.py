@@ -36,7 +36,7 @@ def made(path: Path, sleepers: int, now: int, ready: int = 0) -> Path:
     return path
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(900 + SLEEPERS // 50)
 def test_sleeping_runs_cost_a_worker_no_memory(tmp_path: Path) -> None:
     now = time.time_ns() // 1_000
     without, beside = made(tmp_path / "without.db", 0, now), made(tmp_path / "beside.db", SLEEPERS, now)

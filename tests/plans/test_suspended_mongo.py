@@ -30,7 +30,7 @@ def pair() -> Iterator[tuple[Room, Room]]:
         room.empty()
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(900 + SLEEPERS // 50)
 def test_sleeping_runs_cost_a_worker_no_memory(pair: tuple[Room, Room]) -> None:
     check_memory(pair[0].url, pair[1].url)
 
@@ -52,7 +52,7 @@ async def _claim(room: Room) -> tuple[int, int]:
     return keys, documents
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(900 + SLEEPERS // 50)
 def test_sleeping_runs_cost_a_claim_no_look(pair: tuple[Room, Room]) -> None:
     for room in pair:
         fill(room, "ready", READY, status="pending", ready=True, attempts=0)

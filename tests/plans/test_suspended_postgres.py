@@ -28,7 +28,7 @@ def made(sleepers: int, ready: int = 0) -> Database:
     return database
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(900 + SLEEPERS // 50)
 def test_sleeping_runs_cost_a_worker_no_memory() -> None:
     without, beside = made(0), made(SLEEPERS)
     check_memory(without.url, beside.url)
@@ -36,7 +36,7 @@ def test_sleeping_runs_cost_a_worker_no_memory() -> None:
     beside.drop()
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(900 + SLEEPERS // 50)
 def test_sleeping_runs_cost_a_claim_no_buffers() -> None:
     found = []
     with mock.patch("durable_postgres.connection.teach", watched):

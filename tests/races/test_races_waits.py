@@ -7,7 +7,7 @@ from races.arena import Arena, Pair
 from races.waits import EACH, ORDERS, WAITS
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(300 + EACH)
 @pytest.mark.parametrize("pair", WAITS, ids=lambda pair: pair.__name__)
 def test_no_wake_is_lost_and_one_end_is_reached(arena: Arena, pair: Pair) -> None:
     arena.trials(pair, EACH, audits=False)

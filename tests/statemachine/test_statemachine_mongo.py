@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 from statemachine import machine
-from statemachine.machine import SCENES
-from statemachine.machine_upkeep import WholeMachine
 from statemachine.mongo import LEASE, MongoDriver
+from statemachine.on_server import SCENES, play_histories, play_scene
 
 EXAMPLES = int(os.environ.get("DURABLE_MONGO_STATE_EXAMPLES", "15"))
 STEPS = int(os.environ.get("DURABLE_MONGO_STATE_STEPS", "25"))
@@ -21,17 +18,7 @@ STEPS = int(os.environ.get("DURABLE_MONGO_STATE_STEPS", "25"))
 def test_mongodb_and_the_oracle_show_the_same_after_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "Driver", MongoDriver)
     monkeypatch.setattr(machine, "LEASE", LEASE)
-    run_state_machine_as_test(
-        WholeMachine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            deadline=None,
-            derandomize="DURABLE_MONGO_STATE_EXAMPLES" not in os.environ,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
-    )
+    play_histories(EXAMPLES, STEPS, derandomize="DURABLE_MONGO_STATE_EXAMPLES" not in os.environ)
 
 
 @pytest.mark.slow
@@ -40,9 +27,4 @@ def test_mongodb_and_the_oracle_show_the_same_after_every_operation(monkeypatch:
 def test_every_scene_of_the_machine_is_the_same_on_mongodb(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "Driver", MongoDriver)
     monkeypatch.setattr(machine, "LEASE", LEASE)
-    played = WholeMachine()
-    try:
-        played.scene(scene)
-        played.driver.compare(every_journal=True)
-    finally:
-        played.teardown()
+    play_scene(scene)

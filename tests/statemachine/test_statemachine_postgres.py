@@ -6,11 +6,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 from statemachine import machine
-from statemachine.machine import SCENES
-from statemachine.machine_upkeep import WholeMachine
+from statemachine.on_server import SCENES, play_histories, play_scene
 from statemachine.postgres import PostgresDriver
 
 EXAMPLES = int(os.environ.get("DURABLE_POSTGRES_STATE_EXAMPLES", "25"))
@@ -21,17 +18,7 @@ STEPS = int(os.environ.get("DURABLE_POSTGRES_STATE_STEPS", "50"))
 @pytest.mark.timeout(120 + 30 * EXAMPLES)
 def test_postgres_and_the_oracle_show_the_same_after_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "Driver", PostgresDriver)
-    run_state_machine_as_test(
-        WholeMachine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            deadline=None,
-            derandomize="DURABLE_POSTGRES_STATE_EXAMPLES" not in os.environ,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
-    )
+    play_histories(EXAMPLES, STEPS, derandomize="DURABLE_POSTGRES_STATE_EXAMPLES" not in os.environ)
 
 
 @pytest.mark.slow
@@ -39,9 +26,4 @@ def test_postgres_and_the_oracle_show_the_same_after_every_operation(monkeypatch
 @pytest.mark.parametrize("scene", SCENES)
 def test_every_scene_of_the_machine_is_the_same_on_postgres(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "Driver", PostgresDriver)
-    played = WholeMachine()
-    try:
-        played.scene(scene)
-        played.driver.compare(every_journal=True)
-    finally:
-        played.teardown()
+    play_scene(scene)
