@@ -16,12 +16,11 @@ import os
 import sys
 import uuid
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tools of the tests: a server to measure on
 
-from figures import CONCURRENCY, Aim, Batches, Bench, echo, engine, figures, options
+from figures import Aim, Batches, Bench, drained, echo, engine, figures, options
 from pymongo import AsyncMongoClient, UpdateOne
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
@@ -105,35 +104,16 @@ async def floor(runs: int, steps: int) -> float:
     async with AsyncMongoClient(database.url) as client:
         store = Floor(client, database.name)
         await store.fill(runs)
-        wake = asyncio.Event()
-        active = done = 0
-        tasks: set[asyncio.Task[None]] = set()
 
         async def body(run: dict[str, Any]) -> None:
-            nonlocal active, done
             i = json.loads(run["input"])["i"]
             result = ""
             for n in range(steps):
                 result = json.dumps(await echo(i))
                 await store.appends.put((run, {"_id": f"{run['_id']}/echo#{n}", "result": result}))
             await store.settles.put((run, result))
-            active -= 1
-            done += 1
-            wake.set()
 
-        began = perf_counter()
-        while done < runs:
-            room = CONCURRENCY - active
-            if room >= CONCURRENCY // 4 and done + active < runs:
-                for run in await store.claim(room):
-                    active += 1
-                    task = asyncio.create_task(body(run))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-            wake.clear()
-            if done < runs:
-                await wake.wait()
-        took = perf_counter() - began
+        took = await drained(store.claim, body, runs)
         await client.drop_database(database.name)
     return took
 

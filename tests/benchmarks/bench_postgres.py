@@ -15,13 +15,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tools of the tests: a server to measure on
 
 import psycopg
-from figures import CONCURRENCY, Aim, Batches, Bench, echo, engine, figures, options
+from figures import Aim, Batches, Bench, drained, echo, engine, figures, options
 from psycopg.rows import TupleRow
 from servers.postgres import server
 
@@ -126,34 +125,14 @@ async def floor(runs: int, steps: int) -> float:
 
 
 async def _drained(store: Floor, runs: int, steps: int) -> float:
-    wake = asyncio.Event()
-    active = done = 0
-    tasks: set[asyncio.Task[None]] = set()
-
     async def body(run: Held) -> None:
-        nonlocal active, done
         result = ""
         for n in range(steps):
             result = json.dumps(await echo(run[3]["i"]))
             await store.appends.put((run, n, result))
         await store.settles.put((run, result))
-        active -= 1
-        done += 1
-        wake.set()
 
-    began = perf_counter()
-    while done < runs:
-        room = CONCURRENCY - active
-        if room >= CONCURRENCY // 4 and done + active < runs:
-            for run in await store.claim(room):
-                active += 1
-                task = asyncio.create_task(body(run))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-        wake.clear()
-        if done < runs:
-            await wake.wait()
-    return perf_counter() - began
+    return await drained(store.claim, body, runs)
 
 
 # -- the report ---------------------------------------------------------------------------------------------------------------
