@@ -263,6 +263,7 @@ def renew_and_sweep_of_a_lapsed_lease_one_of_them_wins(stage: Stage) -> Made:
     lease = stage.lapsed()
 
     def check(renewed: list[m.Renewed], swept: m.Swept) -> None:
+        # Unknown: the renewal met the sweep's commit under way (13).
         assert (renewed[0].state, len(swept.returned)) in (("held", 0), ("lost", 1), ("unknown", 1))
 
     return (
@@ -277,7 +278,7 @@ def renew_and_settle_leave_no_lease_on_a_landed_run(stage: Stage) -> Made:
     lease = stage.held()
 
     def check(renewed: list[m.Renewed], settled: list[str]) -> None:
-        assert renewed[0].state in ("held", "lost", "unknown")
+        assert renewed[0].state in ("held", "lost", "unknown")  # the last: it met the settle's commit under way (13)
         run = stage.run(lease.run_id)
         assert (settled, run.status, run.leased_until) == (["landed"], "completed", None)
 
