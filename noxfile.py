@@ -179,7 +179,7 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def races(session: nox.Session) -> None:
     """Pairs of conflicting operations, 100 trials each."""
-    _long(session, "races/**/test_*", DURABLE_RACE_TRIALS="100")
+    _long(session, "races/**/test_*", DURABLE_RACE_TRIALS="100", DURABLE_POSTGRES_RACE_TRIALS="100")
 
 
 @nox.session
@@ -190,8 +190,15 @@ def wakes(session: nox.Session) -> None:
 
 @nox.session
 def statemachine(session: nox.Session) -> None:
-    """3,000 random histories of 60 steps, the store against the oracle."""
-    _long(session, "statemachine/test_*", DURABLE_STATE_EXAMPLES="3000", DURABLE_STATE_STEPS="60")
+    """3,000 random histories of 60 steps, the store against the oracle; 300 on PostgreSQL."""
+    _long(
+        session,
+        "statemachine/test_*",
+        DURABLE_STATE_EXAMPLES="3000",
+        DURABLE_STATE_STEPS="60",
+        DURABLE_POSTGRES_STATE_EXAMPLES="300",
+        DURABLE_POSTGRES_STATE_STEPS="60",
+    )
 
 
 @nox.session
