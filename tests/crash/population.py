@@ -1,7 +1,8 @@
 """The function that the chaos campaign runs, and the worker process that runs it. Imported by the fork server, once.
 
-Every body and every step appends one line to a log before it does anything: one write on a file opened with O_APPEND, so that lines
-of many processes do not mix and a kill can not undo one. The log is the witness against the journal.
+Every body and every step appends one line to a log before it does anything; the end of a body and the news that its run has landed are
+a line each, too: one write on a file opened with O_APPEND, so that lines of many processes do not mix and a kill can not undo one. The
+log is the witness against the journal, and says whom a kill meets in the middle of a body.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import time
 
 import durable
 import durable_sqlite  # noqa: F401  # the entry point would load it in every worker anew
+from durable.events import Event, RunSettled
 
 STEPS = 8
-BODY = "body"
+BODY, END, LANDED = "body", "end", "landed"
 _log = -1
 
 
@@ -34,8 +36,11 @@ async def work(run_id: str, number: int, place: int) -> int:
 async def eight_steps(ctx: durable.Context, number: int) -> int:
     note(ctx.run_id, BODY)
     total = 0
-    for place in range(STEPS):
-        total += await ctx.step(work, ctx.run_id, number, place)
+    try:
+        for place in range(STEPS):
+            total += await ctx.step(work, ctx.run_id, number, place)
+    finally:
+        note(ctx.run_id, END)
     return total
 
 
@@ -48,11 +53,17 @@ def work_until_killed(url: str, log: str, concurrency: int) -> None:
     global _log
     _log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
+    def landed(event: Event) -> None:
+        if isinstance(event, RunSettled) and event.answer == "landed":
+            note(event.run_id, LANDED)
+
     async def main() -> None:
         async with durable.Client(url, settings={"poll": "200ms", "poll_idle": "200ms"}) as client:
             # The kills follow what runs: one run may meet six in a row before its next record, and would land failed (15).
+            client.events.attach(landed)
+            # A lease that no living worker loses on a machine with much else to do: only kills explain a body that is begun anew.
             worker = durable.Worker(
-                client, functions=[eight_steps], concurrency=concurrency, lease="2s", max_reclaims=1_000
+                client, functions=[eight_steps], concurrency=concurrency, lease="10s", max_reclaims=1_000
             )
             await worker.run()
 

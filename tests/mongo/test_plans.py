@@ -27,7 +27,7 @@ from durable.model import (
     Suspended,
     tenant_id,
 )
-from durable.settings import SECOND, Settings
+from durable.settings import MINUTE, SECOND, Settings
 from durable.storekit import cursor_of
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_mongo import Store, backend
@@ -214,16 +214,14 @@ async def test_a_renewal_examines_its_runs(crowd: Room, store: Store) -> None:
 
 async def test_a_promotion_and_a_sweep_examine_what_is_due(crowd: Room, store: Store) -> None:
     scene = Scene(store, None)  # type: ignore[arg-type]
-    before = [await scene.start(delay=1_000, queue="due") for _ in range(TAKEN)]
-    while (await store.get([before[-1].run_id], scope=ALL))[0].available_at > store.clock():  # type: ignore[union-attr,operator]
-        pass
+    for _ in range(TAKEN):
+        await scene.start(delay=MINUTE, queue="due")
+    crowd.pass_time(2 * MINUTE, queue="due")
     promoted, keys, documents, scans = await examined(crowd, lambda: store.promote(scope=ALL, limit=TAKEN))
     assert promoted.count == TAKEN
     frugal(keys, documents, scans, taken=TAKEN, trips=2, extra_keys=4)
-    runs = await store.claim(request(TAKEN, queues={"due": TAKEN}, functions=[("work", None)]))
-    await store.renew([Renewal(lease=one.lease) for one in runs], lease=0)
-    while (await store.get([runs[-1].run.run_id], scope=ALL))[0].leased_until >= store.clock():  # type: ignore[union-attr,operator]
-        pass
+    assert len(await store.claim(request(TAKEN, queues={"due": TAKEN}, functions=[("work", None)]))) == TAKEN
+    crowd.pass_time(2 * LEASE, queue="due")
     swept, keys, documents, scans = await examined(crowd, lambda: store.sweep(scope=ALL, limit=TAKEN, max_reclaims=5))
     assert len(swept.returned) == TAKEN
     frugal(keys, documents, scans, taken=TAKEN, trips=2, extra_keys=4)
