@@ -1,7 +1,7 @@
 """One verb per job. `nox -s tests` works anywhere nox is; `python3 dev.py tests` brings nox along.
 
     demo    kill a worker in the middle of a run and see another one resume it
-    tests   everything below tests/, each suite within its time budget
+    tests   everything below tests/; a suite over its time budget is a warning, and an error where DURABLE_BUDGET_FACTOR is set
     lint    ruff, and the floors as import contracts
     types   mypy strict and pyright strict
     docs    every Python block of the README and of docs/ is run, every link inside the repository followed
@@ -54,7 +54,9 @@ import nox
 
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-FACTOR = float(os.environ.get("DURABLE_BUDGET_FACTOR", "1"))  # more than 1 on a machine slower than two current cores
+# How much slower than two current cores that are idle: only a machine that says so, as CI does, is held to the budgets.
+BINDING = "DURABLE_BUDGET_FACTOR" in os.environ
+FACTOR = float(os.environ.get("DURABLE_BUDGET_FACTOR", "1"))
 WHOLE = 840  # with the two servers
 ALONE = 960  # seconds of test time without a server, added up over the processes: 480 on two cores
 BUDGETS = {  # seconds of test time, added up over the processes; the first pattern that fits a test's file counts it
@@ -94,7 +96,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests, in two processes or more; fails if a suite takes longer than its budget."""
+    """All tests, in two processes or more; says which suite took longer than its budget."""
     _install(session, "test", extra="testing")
     _whole(session, ROOT)
 
@@ -366,7 +368,7 @@ def _whole(session: nox.Session, place: Path, *, python: str = "python") -> None
 
 
 def _check_budgets(session: nox.Session, report: Path, whole: float) -> None:
-    """Fails the session with a sentence for every suite that took longer than its budget."""
+    """Says a sentence for every suite that took longer than its budget, and fails the session where budgets are binding."""
     spent = dict.fromkeys(BUDGETS, 0.0)
     alone = 0.0
     for case in ElementTree.parse(report).iter("testcase"):
@@ -391,7 +393,8 @@ def _check_budgets(session: nox.Session, report: Path, whole: float) -> None:
     if whole > WHOLE * FACTOR:
         late.append(f"all tests took {whole:.0f} s, their budget is {WHOLE * FACTOR:.0f} s")
     if late:
-        session.error(
+        tell = session.error if BINDING else session.warn
+        tell(
             "; ".join(late) + ". Make it quicker, give it a larger budget in noxfile.py with a reason,"
-            " or set DURABLE_BUDGET_FACTOR if this machine is the slow one."
+            " or say in DURABLE_BUDGET_FACTOR how much slower this machine is: where it is set, this is an error."
         )
