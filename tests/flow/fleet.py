@@ -24,12 +24,22 @@ class Line(NamedTuple):
     words: list[str]
 
 
+def hold_of(log: Path) -> Path:
+    """While this file is there, bodies that hold permits stay in their step."""
+    return log.with_suffix(".hold")
+
+
 class Fleet:
     """So many processes of one main function, which gets the path of the log before its own arguments."""
 
-    def __init__(self, folder: Path, count: int, main: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, folder: Path, count: int, main: Callable[..., None], *arguments: Any, held: bool = False
+    ) -> None:
         self.log = folder / "fleet.log"
         self.log.touch()
+        self.hold = hold_of(self.log)
+        if held:
+            self.hold.touch()
         self.main, self.arguments = main, (str(self.log), *arguments)
         self.context = multiprocessing.get_context("forkserver")
         # The fork server finds modules by the environment alone, and imports once what every process needs.
@@ -71,17 +81,10 @@ class Fleet:
         self.processes = []
         assert set(codes) <= {0}, f"workers ended with {codes} (None: it did not end)"
 
-    def lines(self, word: str | None = None, *, last: int | None = None) -> list[Line]:
-        """What was logged, in the order of writing; with `word` only the lines that begin with it, with `last` of so many bytes."""
-        with self.log.open("rb") as log:
-            if last is not None and log.seek(0, os.SEEK_END) > last:
-                log.seek(-last, os.SEEK_END)
-                log.readline()  # the rest of a line
-            else:
-                log.seek(0)
-            texts = log.read().decode().splitlines()
+    def lines(self, word: str | None = None) -> list[Line]:
+        """What was logged, in the order of writing; with `word` only the lines that begin with it."""
         found = []
-        for text in texts:
+        for text in self.log.read_text().splitlines():
             at, pid, *words = text.split(" ")
             if word is None or words[0] == word:
                 found.append(Line(int(at), int(pid), words))

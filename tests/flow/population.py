@@ -1,7 +1,8 @@
 """What the processes of these campaigns are: functions, a worker around them, and the witness that logs which leases it had.
 
-A body's first and last act is a line in the log. `Witness` stands between a worker and its store and logs, for every run that it was
-given, an instant until which its lease certainly lasts: what was sent, plus the lease. Between the two lies all that a limit counts.
+A body's first and last act is a line in the log, and between them it stays for as long as the fleet holds bodies. `Witness` stands between
+a worker and its store and logs, for every run that it was given, an instant until which its lease certainly lasts: what was sent, plus
+the lease. Between the two lies all that a limit counts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from flow.fleet import hold_of
 
 import durable
 import durable_mongo  # noqa: F401  # the entry points would load them in every process anew
@@ -23,6 +27,7 @@ LEASE = 4
 RATED = "rated"
 QUICK = {"poll": "100ms", "poll_idle": "200ms"}
 _log = -1
+_hold = Path()
 
 
 def note(*words: object) -> None:
@@ -43,12 +48,19 @@ async def tick(ctx: durable.Context) -> None:
     note("tick", int(ctx.scheduled_for.timestamp()), ctx.run_id)
 
 
+async def stay(length: float) -> None:
+    """So many seconds, and until the bodies are let go."""
+    await asyncio.sleep(length)
+    while _hold.exists():
+        await asyncio.sleep(0.01)
+
+
 @durable.function(name="flow_limited")
 async def limited(ctx: durable.Context, key: str, length: float) -> None:
     """Holds its permits for a while. It waits in a step, since a body at rest gives them back."""
     note("start", ctx.run_id, key)
     try:
-        await ctx.step(asyncio.sleep, length)
+        await ctx.step(stay, length)
     finally:
         note("end", ctx.run_id, key)
 
@@ -94,5 +106,6 @@ def work(log: str, url: str, concurrency: int) -> None:
 
 
 def _open(log: str) -> None:
-    global _log
+    global _log, _hold
     _log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    _hold = hold_of(Path(log))
