@@ -420,7 +420,7 @@ async def test_a_suspended_parent_of_a_map_sleeps_until_the_last_of_its_children
     client: durable.Client,
 ) -> None:
     run = await client.start(mapped, 200, None)
-    async with durable.Worker(client, functions=[mapped], grace="2s"):
+    async with durable.Worker(client, functions=[mapped], grace="30s"):
         await until(lambda: _enough(client, run, 200), "all the starts")
     assert (await run.refresh()).status is Status.SUSPENDED
     assert run.record.wake_after == 200

@@ -489,7 +489,7 @@ async def deadly(ctx: durable.Context) -> None:
 
 async def main() -> None:
     async with durable.Client(sys.argv[1], settings={"poll": "50ms", "poll_idle": "50ms"}) as client:
-        async with durable.Worker(client, lease="500ms", max_reclaims=1):
+        async with durable.Worker(client, lease="2s", max_reclaims=1):
             run = [run async for run in client.runs()][0] if len(sys.argv) > 2 else await client.start(deadly)
             try:
                 await run.result()
