@@ -103,16 +103,16 @@ async def test_a_parked_row_that_is_put_again_is_unparked(scene: Scene) -> None:
 @rule(53)
 async def test_due_schedules_are_the_enabled_ones_whose_instant_has_come_oldest_first(scene: Scene) -> None:
     now = scene.store.clock()
-    for name, seconds in (("c", 3), ("a", 1), ("b", 2), ("later", 3600)):
-        await put(scene, name, next_fire_at=now + seconds * SECOND)
+    for name, minutes in (("c", 3), ("a", 1), ("b", 2), ("later", 3600)):
+        await put(scene, name, next_fire_at=now + minutes * MINUTE)
     await put(scene, "never", next_fire_at=None)
-    await put(scene, "paused", next_fire_at=now + SECOND)
+    await put(scene, "paused", next_fire_at=now + MINUTE)
     await scene.store.pause_schedule("paused", scope=None, paused=True)
-    await put(scene, "parked", next_fire_at=now + SECOND)
+    await put(scene, "parked", next_fire_at=now + MINUTE)
     await scene.store.park_schedule("parked", scope=None, reason="unreadable")
     _, none = await scene.store.due_schedules(scope=ALL, limit=10)
     assert list(none) == []
-    await scene.later(5 * SECOND)
+    await scene.later(5 * MINUTE)
     at, due = await scene.store.due_schedules(scope=ALL, limit=10)
     assert [row.schedule_id for row in due] == ["a", "b", "c"]
     assert at >= now

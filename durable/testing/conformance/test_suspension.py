@@ -224,14 +224,14 @@ async def test_the_net_leaves_a_run_alone_that_waits_for_a_signal_or_a_time(scen
 @rule(33)
 async def test_wake_delay_gathers_the_ends_of_independent_children(scene: Scene) -> None:
     family = await scene.with_children(3)
-    await wait_for_children(scene, family, wake_after=1, wake_delay=10 * SECOND)
+    await wait_for_children(scene, family, wake_after=1, wake_delay=MINUTE)
     await scene.complete(await scene.take_again(family.children[0]))
     parent = await scene.get(family.parent.run.run_id)
     assert parent.available_at is not None
     assert list(await scene.claim()) == []
     await scene.complete(await scene.take_again(family.children[1]))
     assert (await scene.get(family.parent.run.run_id)).available_at == parent.available_at
-    await scene.later(11 * SECOND)
+    await scene.later(MINUTE + SECOND)
     await scene.promote()
     again = await scene.take_again(family.parent.run.run_id)
     assert len((await scene.inbox(again)).children) == 2
