@@ -161,7 +161,7 @@ async def test_a_process_that_stops_inside_a_transaction_is_cut_off_after_a_leas
     database: Database, opened: Open
 ) -> None:
     """Its locks would keep the sweep from its runs: the server ends the session."""
-    store = await opened(settings={"lease": "1s"})
+    store = await opened(settings={"lease": "3s"})
     scene = Scene(store, None)  # type: ignore[arg-type]
     held = await scene.take()
     async with store._database.pools._pools[asyncio.get_running_loop()].connection() as con:

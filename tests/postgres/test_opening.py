@@ -197,7 +197,7 @@ def test_a_store_is_used_from_several_event_loops_and_lets_go_of_all_connections
 
     asyncio.run(main(), debug=True)
     with database.connect() as con:
-        for _ in range(500):
+        for _ in range(3_000):
             left = con.execute(
                 "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
             ).fetchone()

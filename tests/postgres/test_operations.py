@@ -209,12 +209,12 @@ async def test_a_dump_is_restored_and_its_runs_go_on(database: Database, empty: 
     gate.clear()
     async with (
         durable.Client(database.url, settings=SETTINGS) as client,
-        durable.Worker(client, functions=declared, lease="3s"),
+        durable.Worker(client, functions=declared, lease="5s"),
     ):
         ended = await client.start(quick)
         assert await ended.result(timeout=60) == "quick"
         waiting, working = await client.start(waits), await client.start(works)
-        delayed = await client.start(quick.using(delay="2s"))
+        delayed = await client.start(quick.using(delay="1h"))
         await until(lambda: {"before the signal", "second"} <= {*began}, "the runs to come to their places")
         await until(lambda: _recorded(database, waiting.id), "the record")
         await asyncio.to_thread(carry_over, database, empty, tmp_path / "dump")
@@ -223,7 +223,9 @@ async def test_a_dump_is_restored_and_its_runs_go_on(database: Database, empty: 
     async with durable.Client(empty.url, settings=SETTINGS) as client:
         assert (await client.get(ended.id, quick)).status == "completed"
         resumed = [await client.get(run.id) for run in (waiting, working, delayed)]
-        async with durable.Worker(client, functions=declared, lease="3s"):
+        with empty.connect() as con:  # the hour has passed
+            con.execute("UPDATE durable_run SET available_at = now() WHERE run_id = %s", (delayed.id,))
+        async with durable.Worker(client, functions=declared, lease="5s"):
             began.clear()
             await resumed[0].signal(GO, "gone")
             answers = [await run.result(timeout=60) for run in resumed]

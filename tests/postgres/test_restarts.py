@@ -225,7 +225,7 @@ async def test_a_worker_is_not_healthy_while_the_server_is_away_and_recovers_wit
         durable.Worker(client, functions=[nothing_to_do], lease="1s") as worker,
     ):
         assert await client.run(nothing_to_do) == "done"
-        assert worker.healthy
+        await until(lambda: worker.healthy, "good health")
         await asyncio.to_thread(own_server.process.stop, immediate=True)
         await until(lambda: not worker.healthy, "bad health")
         await asyncio.to_thread(own_server.process.start)

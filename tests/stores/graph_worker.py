@@ -48,7 +48,7 @@ graph.node("third", joined, inputs=["second", "first"])
 
 async def main(url: str) -> None:
     async with durable.Client(url, settings={"poll": "100ms", "poll_idle": "100ms", "park_after": "50ms"}) as client:
-        await durable.Worker(client, functions=declared, lease="1s").run()
+        await durable.Worker(client, functions=declared, lease="3s").run()
 
 
 if __name__ == "__main__":

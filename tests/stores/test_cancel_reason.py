@@ -85,7 +85,7 @@ async def client(shared_url: str) -> AsyncIterator[durable.Client]:
 
 
 def worker(client: durable.Client) -> durable.Worker:
-    return durable.Worker(client, functions=declared, lease="2s", grace="2s")
+    return durable.Worker(client, functions=declared, lease="5s", grace="2s")
 
 
 async def _suspended(run: durable.Run[Any]) -> bool:

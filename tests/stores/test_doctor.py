@@ -16,7 +16,6 @@ from durable.cli.doctor import examine
 from durable.model import WorkerRecord, new_run_id
 
 declared = Registry("test_doctor")
-LEASE = {"lease": "1s"}
 
 
 @durable.function(registry=declared)
@@ -43,7 +42,10 @@ async def told(client: durable.Client) -> dict[str, str]:
 
 
 async def test_a_function_is_known_by_live_workers_that_may_take_the_run(url: str) -> None:
-    async with durable.Client(url, settings=LEASE) as client:
+    async with (
+        durable.Client(url, settings={"lease": "1h"}) as client,
+        durable.Client(url, settings={"lease": "1s"}) as impatient,
+    ):
         await client.start(sell)
         assert "no worker is live" in (await told(client))["workers"]
         bound = record(tenant=durable.tenant_id("other"), bound=True)
@@ -55,7 +57,7 @@ async def test_a_function_is_known_by_live_workers_that_may_take_the_run(url: st
         found = await told(client)
         assert found["workers"] == "1 live"
         assert "unknown function" not in found
-        while "1 live" in (found := await told(client))["workers"]:  # it is killed now, and nobody hears of it
+        while "1 live" in (found := await told(impatient))["workers"]:  # it is killed now, and nobody hears of it
             await asyncio.sleep(0.1)
         assert found["workers"].startswith("no worker is live; start one")
         assert "1 more were not seen for a lease" in found["workers"]

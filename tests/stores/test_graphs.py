@@ -304,7 +304,7 @@ async def test_a_node_is_released_once_when_the_last_two_before_it_complete_at_t
 
 
 async def test_a_graph_that_is_cancelled_cancels_its_nodes_and_a_retry_takes_it_up(client: durable.Client) -> None:
-    async with worker(client, lease="1s"):
+    async with worker(client, lease="5s"):
         run = await client.start(gated.function)
         await until(lambda: "waits" in calls, "the node to start")
         assert await run.cancel(reason="no more")

@@ -205,16 +205,19 @@ async def test_a_scheduled_run_belongs_to_the_tenant_of_its_schedule(client: dur
 
 @pytest.mark.timeout(180)
 async def test_a_limit_of_everybody_holds_over_bound_and_unbound_workers(client: durable.Client) -> None:
-    """Two slots for all tenants together; the bodies count themselves."""
+    """Two slots for all tenants together; the bodies count themselves, and none ends before two have been at work at once."""
     at_once: list[int] = []
     running = 0
+    both = asyncio.Event()
 
     @durable.function(registry=durable.Registry("counted"))
     async def counted(ctx: durable.Context) -> None:
         nonlocal running
         running += 1
         at_once.append(running)
-        await ctx.step(asyncio.sleep, 0.02)
+        if running == 2:
+            both.set()
+        await ctx.step(both.wait)
         running -= 1
 
     chosen = counted.using(queue="shared")
