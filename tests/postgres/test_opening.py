@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import urllib.parse
 from typing import Any
 
 import psycopg
 import pytest
 from postgres.conftest import pretending
+from servers.ports import free_port
 from servers.postgres import Database, server
 
 from durable.errors import ConfigurationError, SchemaMismatch, StoreUnavailable
@@ -21,13 +21,6 @@ from durable.storekit import Migration
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_postgres import Store, backend, schema
 from durable_postgres.opening import read
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
 
 # -- URLs ---------------------------------------------------------------------------------------------------------------------
 

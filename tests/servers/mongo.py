@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import pymongo
 from pymongo.errors import PyMongoError
+from servers.ports import free_port
 
 START_LIMIT = 120
 OPTIONS = (
@@ -81,7 +81,7 @@ class Member:
         self.folder = folder
         self.name = name
         self.options = options
-        self.port = _free_port()
+        self.port = free_port()
         self.host = f"127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True)
@@ -248,9 +248,3 @@ def _container() -> Server | None:
                 return Server(url)
         time.sleep(0.2)
     raise RuntimeError(f"the container {image} did not become a replica set within {START_LIMIT} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from servers.postgres import _free_port, server
+from servers.ports import free_port
+from servers.postgres import server
 
 CONFIG = """
 [databases]
@@ -45,7 +46,7 @@ class Bouncer:
 
     def __init__(self, program: str) -> None:
         parts = urllib.parse.urlsplit(server().url)
-        self.port = _free_port()
+        self.port = free_port()
         self.folder = Path(tempfile.mkdtemp(prefix="durable-pgbouncer-"))
         values = {"host": parts.hostname, "port": parts.port or 5432, "user": parts.username or "postgres"}
         config = self.folder / "pgbouncer.ini"

@@ -17,7 +17,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import psycopg
 from psycopg import sql
+from servers.ports import free_port
 
 SETTINGS = {
     "listen_addresses": "127.0.0.1",
@@ -101,7 +101,7 @@ class Process:
     def __init__(self, programs: Path, folder: Path) -> None:
         self.programs = programs
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self._server: subprocess.Popen[bytes] | None = None
         self._as: dict[str, str] = {}
         if os.getuid() == 0:  # PostgreSQL refuses root
@@ -269,9 +269,3 @@ def _container() -> Server | None:
     container.start()
     atexit.register(container.stop)
     return Server(container.get_connection_url())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
