@@ -54,6 +54,6 @@ def serve_elders(url: str, pipe: Connection, records: int | None) -> None:
     async def main() -> None:
         async with durable.Client(url, settings=SETTINGS) as client:
             client.events.attach(stop_there)
-            await durable.Worker(client, functions=elders, queues=[ELDERS], lease="1s").run()
+            await durable.Worker(client, functions=elders, queues=[ELDERS], lease="3s").run()
 
     asyncio.run(main())

@@ -557,7 +557,7 @@ async def crashing(ctx: durable.Context, text: str) -> str:
 
 async def main() -> None:
     async with durable.Client(sys.argv[1], settings={"poll": "50ms", "poll_idle": "50ms"}) as client:
-        async with durable.Worker(client, functions=[crashing], lease="1s"):
+        async with durable.Worker(client, functions=[crashing], lease="3s"):
             key = crashing.using(idempotency_key="one")
             print(await (await client.start(key, "plain-secret")).result(timeout="60s"))
 

@@ -348,7 +348,7 @@ async def test_past_the_reclaim_limit_what_was_done_is_undone_and_the_run_lands_
         return now
 
     async with durable.Client(
-        "sqlite:///:memory:", settings={"poll": "50ms", "poll_idle": "50ms", "lease": "1s"}, clock=clock
+        "sqlite:///:memory:", settings={"poll": "50ms", "poll_idle": "50ms", "lease": "10s"}, clock=clock
     ) as client:
         run = await client.start(holds)
         async with durable.Worker(client, functions=declared, grace="10ms"):
@@ -433,7 +433,7 @@ async def take_and_vanish(client: durable.Client, name: str, time: Time, times: 
 @pytest.mark.parametrize("asked", [False, True], ids=["", "cancelled meanwhile"])
 async def test_a_compensation_that_takes_its_workers_away_is_not_tried_without_end(asked: bool) -> None:
     time = Time()
-    settings = {"poll": "50ms", "poll_idle": "50ms", "lease": "1s"}
+    settings = {"poll": "50ms", "poll_idle": "50ms", "lease": "10s"}
     async with durable.Client("sqlite:///:memory:", settings=settings, clock=time) as client:
         run = await client.start(undoes_with_trouble, False)
         async with worker(client, grace="10ms") as first:
@@ -458,7 +458,7 @@ async def test_a_compensation_that_takes_its_workers_away_is_not_tried_without_e
 
 async def test_a_run_past_its_pivot_that_takes_its_workers_away_lands_forward_incomplete() -> None:
     time = Time()
-    settings = {"poll": "50ms", "poll_idle": "50ms", "lease": "1s"}
+    settings = {"poll": "50ms", "poll_idle": "50ms", "lease": "10s"}
     async with durable.Client("sqlite:///:memory:", settings=settings, clock=time) as client:
         run = await client.start(undoes_with_trouble, True)
         async with worker(client, grace="10ms"):

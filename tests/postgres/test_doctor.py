@@ -169,4 +169,4 @@ async def test_work_that_has_been_ready_for_long(database: Database, store: Stor
     with database.connect() as con:
         con.execute("UPDATE durable_run SET updated_at = updated_at - interval '1 hour'")
     level, text = await found(store, "ready")
-    assert (level, "1:00:0" in text, "add workers" in text) == ("warn", True, True), text
+    assert (level, "1:0" in text, "add workers" in text) == ("warn", True, True), text
