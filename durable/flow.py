@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 from uuid import UUID
 
 from .errors import Conflict
@@ -73,7 +73,7 @@ def rule_of(text: str) -> str:
 
 def is_spread(base: str) -> bool:
     """Does this name or text of a scope stand for one per key, or per tenant?"""
-    return base.rpartition("/")[2].partition(":")[0] in SPREAD
+    return base.partition(":")[0].rpartition("/")[2] in SPREAD
 
 
 def scopes_of(tenant: str, queue: str, name: str, key: str | None) -> list[tuple[str, str]]:
@@ -129,6 +129,20 @@ def check(record: QueueRecord) -> None:
 # -- rows at work ---------------------------------------------------------------------------------------------------------
 
 
+class Permit(NamedTuple):
+    """A place that a run in flight has in a limited scope.
+
+    All permits of a scope that are out were out when the newest of them was taken: so there are at most as many as that one says, and
+    what gives a permit back has nothing to write down (73).
+    """
+
+    scope: str
+    number: int
+    """In the order in which those of its scope were taken."""
+    in_flight: int
+    """How many were out with it, at most."""
+
+
 @dataclass(slots=True)
 class Rule:
     """A row of flow control at work: what it allows, and what this transaction has used of it."""
@@ -138,8 +152,8 @@ class Rule:
     tokens: int | None = None
     """In parts of a token, of which `rate_period` make one: whole numbers, so that no start is lost to rounding."""
     at: Instant | None = None
-    taken: Counter[str] = field(default_factory=Counter[str])
-    """Permits by scope text, once counted."""
+    newest: dict[str, Permit] = field(default_factory=dict[str, Permit])
+    """Of each scope, by its text, the permit that says how many are out; none is there where none is out."""
 
     @classmethod
     def put(cls, record: QueueRecord, before: Rule | None, now: Instant) -> Rule:
@@ -191,19 +205,51 @@ class Rule:
         tokens = self.refill(now)
         return most if tokens is None else min(most, tokens // (self.record.rate_period or 1))
 
-    def has_room(self, now: Instant, text: str) -> bool:
-        """Has the scope, whose permits have been counted, a place for one more?"""
-        most = self.record.max_concurrency
-        return self.lets(now) > 0 and (most is None or self.taken[text] < most)
+    def room(self, now: Instant, text: str, most: int = 1) -> int:
+        """Of so many starts those for which the scope, whose newest permit is known, has a token and a place."""
+        most = self.lets(now, most)
+        limit = self.record.max_concurrency
+        return most if limit is None else max(0, min(most, limit - self._newest(text).in_flight))
 
-    def take(self, text: str) -> bool:
-        """Use a token and a place. True: a permit is to be written for it."""
+    def take(self, text: str) -> Permit | None:
+        """Use a token and a place; the permit that is to be written for it."""
         if self.tokens is not None:
             self.tokens -= self.record.rate_period or 0
         if self.record.max_concurrency is None:
-            return False
-        self.taken[text] += 1
-        return True
+            return None
+        before = self._newest(text)
+        self.newest[text] = Permit(text, before.number + 1, before.in_flight + 1)
+        return self.newest[text]
+
+    def _newest(self, text: str) -> Permit:
+        return self.newest.get(text, Permit(text, 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A limited scope of which so many permits are wanted: is what its newest permit says enough, or are they to be counted?"""
+
+    rule: Rule
+    text: str
+    number: int
+
+    @property
+    def limit(self) -> int:
+        """How far counting goes: what is beyond it changes no answer."""
+        return self.rule.record.max_concurrency or 0
+
+    def fits(self, in_flight: int | None) -> bool:
+        """Is there room for all that are wanted, with so many in flight at most? None: nobody has counted."""
+        return in_flight is not None and in_flight + self.number <= self.limit
+
+
+def wanted(pairs: Iterable[tuple[Rule, str]], now: Instant) -> list[Wanted]:
+    """The limited ones among the scopes (row, text) of runs that are about to be taken, in order; those that let nothing start are not
+    looked at."""
+    limited = [(rule, text) for rule, text in pairs if rule.record.max_concurrency is not None]
+    numbers = Counter(text for _, text in limited)
+    rules = {text: rule for rule, text in limited if rule.lets(now) > 0}
+    return [Wanted(rules[text], text, numbers[text]) for text in sorted(rules)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +327,10 @@ __all__ = [
     "SPREAD",
     "TENANT",
     "Gates",
+    "Permit",
     "Rule",
     "Turns",
+    "Wanted",
     "check",
     "concerning",
     "dealt",
@@ -297,4 +345,5 @@ __all__ = [
     "scopes_of",
     "split",
     "tenant_of",
+    "wanted",
 ]

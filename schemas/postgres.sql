@@ -202,3 +202,9 @@ CREATE VIEW "public"."durable_v_functions" AS SELECT r.name, r.version, count(*)
 CREATE VIEW "public"."durable_v_queues" AS SELECT r.queue, count(*) FILTER (WHERE r.status = 'pending' AND r.available_at IS NULL AND r.blocked_on IS NULL) AS ready, count(*) FILTER (WHERE r.status = 'pending' AND r.available_at IS NOT NULL) AS delayed, count(*) FILTER (WHERE r.status = 'pending' AND r.blocked_on IS NOT NULL) AS blocked, count(*) FILTER (WHERE r.status = 'running') AS running, count(*) FILTER (WHERE r.status = 'suspended') AS suspended, now() - min(r.updated_at) FILTER (WHERE r.status = 'pending' AND r.available_at IS NULL AND r.blocked_on IS NULL) AS oldest_ready_age, count(*) FILTER (WHERE r.error_kind = 'exception' AND r.status = 'failed') AS failed_exception, count(*) FILTER (WHERE r.error_kind = 'reclaim_limit' AND r.status = 'failed') AS failed_reclaim_limit, count(*) FILTER (WHERE r.status = 'timed_out') AS timed_out, count(*) FILTER (WHERE r.status = 'failed') AS failed FROM "public"."durable_run" AS r GROUP BY r.queue;
 INSERT INTO "public"."durable_schema_version" (version, name, checksum)
     VALUES (1, '0001_initial', 'a30c9420fcdd4bc65f81dfd99141eafdfb7b7757057771902fda0a906cce60a6');
+-- migration 0002_permits_say_how_many
+ALTER TABLE "public"."durable_permit" ADD COLUMN IF NOT EXISTS number bigint;
+ALTER TABLE "public"."durable_permit" ADD COLUMN IF NOT EXISTS in_flight integer;
+CREATE INDEX "durable_permit_newest" ON "public"."durable_permit" (scope, number);
+INSERT INTO "public"."durable_schema_version" (version, name, checksum)
+    VALUES (2, '0002_permits_say_how_many', '3eafc990664b365b31854e45bf54228623fd4e866d767bb435d4d90436d8ae17');

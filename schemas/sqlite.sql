@@ -191,3 +191,9 @@ CREATE TABLE durable_dependency (
 CREATE INDEX durable_dependency_on ON durable_dependency (depends_on);
 INSERT INTO durable_schema_version (version, checksum, applied_at)
     VALUES (1, '0d13ce63d9771b1d6f5c1946afa75b93f9492b9a3334969a070ae434a1ce6407', CAST(strftime('%s', 'now') AS INTEGER) * 1000000);
+-- migration 0002_permits_say_how_many
+ALTER TABLE durable_permit ADD COLUMN number INTEGER;
+ALTER TABLE durable_permit ADD COLUMN in_flight INTEGER;
+CREATE INDEX durable_permit_newest ON durable_permit (scope, number);
+INSERT INTO durable_schema_version (version, checksum, applied_at)
+    VALUES (2, 'a9649d40276d2fd1358fe5f27e152a0cb38a717534d204dee282a4c4187a829d', CAST(strftime('%s', 'now') AS INTEGER) * 1000000);

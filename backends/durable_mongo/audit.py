@@ -16,6 +16,7 @@ from .changes import ENDED, LIVE, ROUTE, present
 from .invariants import (
     EDGES,
     KEYS,
+    QUEUES,
     SCHEDULES,
     SIGNALS,
     STEPS,
@@ -346,6 +347,7 @@ async def audit(work: Work, scope: Scope) -> list[Finding]:
         ("durable_key", KEYS, of_run),
         ("durable_dependency", EDGES, of_run),
         ("durable_schedule", SCHEDULES, []),
+        ("durable_queue", QUEUES, []),
     ):
         findings += await _audit(work, scope, table, invariants, before)
     return findings

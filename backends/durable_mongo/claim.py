@@ -26,6 +26,7 @@ from .changes import Stage, change, plus
 from .connection import Database
 from .operation import Document, Where, Work
 from .rows import Damaged, asked, in_order, instant, of_scope, run_record
+from .settle import Limited
 from .times import milliseconds, stored
 
 ROUNDS: Final = 8
@@ -48,12 +49,13 @@ _ENDING: Final = (
 
 
 class Claims:
-    """What a store remembers from claim to claim: how crowded the heads are."""
+    """What a store remembers from claim to claim: how crowded the heads are, whose turn it is, and who holds permits."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self.reach = 1
         self.turns = Turns()
+        self.limited = Limited()
 
     async def claim(self, request: ClaimRequest) -> list[Claimed]:
         """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8).
@@ -79,6 +81,8 @@ class Claims:
                 run = run_record(row)
                 lease = Lease(run_id=run.run_id, tenant=run.tenant, attempts=run.attempts, mark=run.lease_owner or "")
                 claimed.append(Claimed(lease=lease, run=run, history=tuple(in_order(journals.get(run.run_id, ())))))
+                if "permits" in row:
+                    self.limited.remember(lease)
             except Damaged:
                 bad.append(row)
         if bad:

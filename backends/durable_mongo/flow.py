@@ -3,7 +3,8 @@
 Claim calls `admit` with its candidates, every write by which a run leaves `running` calls `release`, every landing calls
 `next_in_sequence`; upkeep calls `refill` and `free` as nets. All of it runs inside a transaction that writes the row of each scope it
 counts in (`_lock`): two of them are one after the other. A permit is a name in the run's own `permits`, so that taking it is the claim
-and giving it back the settle. Nothing here changes a status, lands a run, or decides a limit.
+and giving it back the settle. The row says how many of its scope are out, at most (`in_flight`), so that a claim need not count; of a scope
+that is spread over keys or tenants it does not. Nothing here changes a status, lands a run, or decides a limit.
 
 What the rows and the texts of scopes mean stands in `durable.flow`; here `tenant_id` of everybody's row is `*`.
 """
@@ -21,18 +22,22 @@ from durable.flow import (
     RELEASE_BATCH,
     SEQUENCE,
     Gates,
+    Permit,
     Rule,
+    Wanted,
     gate_ids,
     gates_of,
+    is_spread,
     owner_of,
     rule_id,
     rule_of,
     scope_text,
     split,
+    wanted,
 )
 from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
-from .changes import change, only_if
+from .changes import change, only_if, plus, present
 from .operation import Change, Document, Where, Work
 from .rows import dated, instant, of_scope, sees
 from .times import stored
@@ -53,7 +58,11 @@ def _rule(row: Document) -> Rule:
         rate_burst=_whole(row.get("rate_burst")),
         fair=bool(row.get("fair")),
     )
-    return Rule(row["_id"], record, _whole(row.get("rate_tokens")), instant(row, "rate_at"))
+    rule = Rule(row["_id"], record, _whole(row.get("rate_tokens")), instant(row, "rate_at"))
+    if "in_flight" in row and row["in_flight"]["turn"] == row["turn"]:
+        text = scope_text(row["tenant_id"], record.scope_name)
+        rule.newest[text] = Permit(text, 0, int(row["in_flight"]["most"]))
+    return rule
 
 
 def _whole(value: Any) -> int | None:
@@ -73,10 +82,24 @@ async def _rules(work: Work, queue_ids: Iterable[str]) -> dict[str, Rule]:
     return {row["_id"]: _rule(row) for row in rows}
 
 
-async def _lock(work: Work, queue_ids: Iterable[str]) -> None:
-    """Write these rows, in order: whoever else counts in them meanwhile is before or behind this transaction."""
-    for queue_id in sorted(set(queue_ids)):
-        await work.change_one("durable_queue", {"_id": queue_id}, {"$inc": {"turn": 1}})
+async def _lock(work: Work, in_flight: Mapping[str, Any]) -> None:
+    """Write these rows, in order: whoever else counts in them meanwhile is before or behind this transaction. With each goes what it says
+    of its permits from now on."""
+    for queue_id in sorted(in_flight):
+        stage = {"$set": {"turn": plus("turn", 1), "in_flight": in_flight[queue_id]}}
+        await work.change_one("durable_queue", {"_id": queue_id}, [stage])
+
+
+def _at_most(number: Any) -> Document:
+    """What a row says: so many of its permits are out, at most, as of this turn. Where somebody has had a turn since who did not keep it,
+    as one of a version before, it is worth nothing."""
+    return {"most": number, "turn": plus("turn", 1)}
+
+
+def _without(given_back: int) -> Any:
+    """What a row says when so many permits were given back, or none."""
+    valid = {"$and": [present("in_flight"), {"$eq": ["$in_flight.turn", "$turn"]}]}
+    return only_if(valid, _at_most({"$subtract": ["$in_flight.most", given_back]}))
 
 
 def seen_from(scope: Scope) -> Document:
@@ -105,45 +128,54 @@ async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[st
     if not candidates:
         return {}
     scopes = {row["_id"]: scopes_of(row) for row in candidates}
-    wanted = {queue_id for pairs in scopes.values() for queue_id, _ in pairs}
+    found = await _rules(work, (queue_id for pairs in scopes.values() for queue_id, _ in pairs))
     # A row that merely lets tenants take turns is not written: it does not put claims in a line.
-    rules = {queue_id: rule for queue_id, rule in (await _rules(work, wanted)).items() if rule.holds}
+    rules = {queue_id: rule for queue_id, rule in found.items() if rule.holds}
     if not rules:
         return {row["_id"]: [] for row in candidates}
-    await _lock(work, rules)
+    limited = {
+        run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules]
+        for run_id, pairs in scopes.items()
+    }
+    asked = wanted((pair for pairs in limited.values() for pair in pairs), work.now)
+    await _look(work, asked)
+    await _lock(work, {queue_id: _without(0) for queue_id in rules} | _taken(asked))
     admitted: dict[str, list[str]] = {}
     blocked: list[tuple[Where, Change]] = []
     passed_over: Counter[tuple[str, str]] = Counter()
-    for row in candidates:
-        limited = [(rules[queue_id], text) for queue_id, text in scopes[row["_id"]] if queue_id in rules]
-        full = None
-        for rule, text in limited:
-            if full is None and not await _room(work, rule, text):
-                full = text
+    for run_id, pairs in limited.items():
+        full = next((text for rule, text in pairs if not rule.room(work.now, text)), None)
         if full is None:
-            admitted[row["_id"]] = [text for rule, text in limited if rule.take(text)]
+            admitted[run_id] = [permit.scope for rule, text in pairs if (permit := rule.take(text)) is not None]
             continue
-        blocked.append(({"_id": row["_id"], "status": "pending"}, change(put={"blocked_on": full})))
-        passed_over.update((rule.queue_id, text) for rule, text in limited if text != full)
+        blocked.append(({"_id": run_id, "status": "pending"}, change(put={"blocked_on": full})))
+        passed_over.update((rule.queue_id, text) for rule, text in pairs if text != full)
     await work.change_each("durable_run", blocked)
     await _write_buckets(work, rules.values())
     for (queue_id, text), count in passed_over.items():
         # The place that it did not take in its other scopes goes to the next that waits there.
-        if await _room(work, rules[queue_id], text):
+        if rules[queue_id].room(work.now, text):
             await _unblock(work, text, count)
     return admitted
 
 
-async def _in_flight(work: Work, text: str, most: int) -> int:
-    """Counted as far as the limit: what is beyond it changes no answer."""
-    return await work.count("durable_run", {"permits": text}, most=most)
+async def _look(work: Work, scopes: Iterable[Wanted]) -> None:
+    """How many are in flight in each, at most: as its row says, or counted where that leaves no room for all."""
+    for one in scopes:
+        known = one.rule.newest.get(one.text)
+        if known is None or not one.fits(known.in_flight):
+            count = await work.count("durable_run", {"permits": one.text}, most=one.limit)
+            one.rule.newest[one.text] = Permit(one.text, 0, count)
 
 
-async def _room(work: Work, rule: Rule, text: str) -> bool:
-    most = rule.record.max_concurrency
-    if most is not None and text not in rule.taken and rule.lets(work.now):
-        rule.taken[text] = await _in_flight(work, text, most)
-    return rule.has_room(work.now, text)
+def _taken(scopes: Iterable[Wanted]) -> dict[str, Any]:
+    """What rows say when all that are wanted are taken, in so far as there is room. Where there is none, counting has stopped at the
+    limit, and they go on saying what they said."""
+    return {
+        one.rule.queue_id: _at_most(min(known + one.number, one.limit))
+        for one in scopes
+        if not is_spread(one.text) and (known := one.rule.newest[one.text].in_flight) < one.limit
+    }
 
 
 async def _write_buckets(work: Work, rules: Iterable[Rule]) -> None:
@@ -160,7 +192,9 @@ async def release(work: Work, rows: Iterable[Document]) -> None:
     (73, 74). `rows` are as they were before."""
     freed = Counter(text for row in rows for text in row.get("permits", ()))
     if freed:
-        await _lock(work, map(rule_of, freed))
+        of_rows = Counter({rule_of(text): 0 for text in freed})
+        of_rows.update({rule_of(text): count for text, count in freed.items() if not is_spread(text)})
+        await _lock(work, {queue_id: _without(count) for queue_id, count in of_rows.items()})
         for text, count in sorted(freed.items()):
             await _unblock(work, text, count)
 
@@ -241,6 +275,7 @@ def _row_of(work: Work, rule: Rule, tenant_id: str) -> Change:
     }
     there = {name: value for name, value in values.items() if value is not None}
     gone = {name: "" for name, value in values.items() if value is None}
+    # A turn that keeps nothing of what the row said: of the permits that a limit counts late it knew nothing.
     return {"$set": there, "$inc": {"turn": 1}, **({"$unset": gone} if gone else {})}
 
 
@@ -284,7 +319,7 @@ async def take_late(work: Work, run_ids: Sequence[str]) -> None:
         ]
         if permits:
             changes.append(({"_id": run_id}, {"$addToSet": {"permits": {"$each": permits}}, "$set": {"linked": True}}))
-    await _lock(work, rules)
+    await _lock(work, dict.fromkeys(rules, "$$REMOVE"))
     await work.change_each("durable_run", changes)
 
 
@@ -326,8 +361,8 @@ async def _fill(work: Work, rule: Rule | None, text: str, limit: int) -> int:
     if rule is not None:
         room = rule.lets(work.now, limit)
         if room > 0 and rule.record.max_concurrency is not None:
-            most = rule.record.max_concurrency
-            room = min(room, most - await _in_flight(work, text, most))
+            await _look(work, [Wanted(rule, text, room)])
+            room = rule.room(work.now, text, room)
     return await _unblock(work, text, room) if room > 0 else 0
 
 
@@ -341,7 +376,7 @@ async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
     for rule in map(_rule, await work.find("durable_queue", where, sort=[("_id", 1)])):
         text = scope_text(owner_of(rule.record.tenant), rule.record.scope_name)
         if await _fill(work, rule, text, limit):
-            await _lock(work, [rule.queue_id])
+            await _lock(work, {rule.queue_id: _without(0)})
         if not rule.record.paused and await work.first(
             "durable_run", {"status": "pending", "blocked_on": text}, fields=["_id"]
         ):
@@ -363,7 +398,7 @@ async def free(work: Work, scope: Scope, limit: int) -> int:
         queue_id = rule_of(text)
         freed = await _fill(work, (await _rules(work, [queue_id])).get(queue_id), text, limit - total)
         if freed:
-            await _lock(work, [queue_id])
+            await _lock(work, {queue_id: _without(0)})
         total += freed
     return total + await _free_heads(work, scope, limit)
 

@@ -1,4 +1,4 @@
-"""The words in which invariants of stored documents are written, and those of what belongs to runs: records, signals, keys, edges.
+"""The words in which invariants of stored documents are written, and those of what is beside runs: records, signals, keys, edges, limits.
 
 Those of the runs themselves are in `audit.py`, which looks for all of them. An invariant is written as what breaks it.
 """
@@ -162,12 +162,35 @@ SCHEDULES: Final[tuple[Invariant, ...]] = (
         ],
     ),
 )
+_SCOPE: Final = {"$cond": [{"$eq": ["$tenant_id", ""]}, "$scope_name", {"$concat": ["$tenant_id", "/", "$scope_name"]}]}
+QUEUES: Final[tuple[Invariant, ...]] = (
+    Invariant(
+        "permits_within_bound",
+        "more permits are out than its row says",
+        lambda work: [
+            {"$match": {"in_flight": {"$exists": True}, "$expr": {"$eq": ["$in_flight.turn", "$turn"]}}},
+            {"$set": {"scope": _SCOPE}},
+            {
+                "$lookup": {
+                    "from": work.name_of("durable_run"),
+                    "localField": "scope",
+                    "foreignField": "permits",
+                    "pipeline": [{"$count": "out"}],
+                    "as": "found",
+                }
+            },
+            {"$match": {"$expr": {"$gt": [{"$first": "$found.out"}, "$in_flight.most"]}}},
+            told({"$literal": None}, "$scope"),
+        ],
+    ),
+)
 KEYS: Final = (orphan("key"),)
 EDGES: Final = (orphan("edge"),)
 
 __all__ = [
     "EDGES",
     "KEYS",
+    "QUEUES",
     "SCHEDULES",
     "SIGNALS",
     "STEPS",

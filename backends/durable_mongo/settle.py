@@ -1,13 +1,15 @@
 """Leaving a claim: the outcomes of a settle, and the renewal of leases (semantics 4 to 6, 13, 15, 16, 25, 31, 43).
 
-`store.py` calls `settle_quickly` first: one write of fenced updates, for runs that nothing else hangs on. Where not all of them match it
-calls `settle` in a transaction: terminal outcomes go through the landing, first; suspensions come last, each against the wakes that the
-others of its batch have made. What the quick write has done, the careful one recognises.
+`store.py` calls `settle`, which tries `settle_quickly` first: one write of fenced updates, for runs that nothing else hangs on. Where not
+all of them match, and for runs that hold permits, it is `settle_with_care` in a transaction: terminal outcomes go through the landing,
+first; suspensions come last, each against the wakes that the others of its batch have made. What the quick write has done, the careful
+one recognises.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -35,6 +37,7 @@ from durable.settings import Micros
 
 from . import flow, landing, removal
 from .changes import Stage, change, only_if, plus, present
+from .connection import Database
 from .enqueue import effective_start
 from .journal import held, mark_of
 from .operation import Change, Document, Where, Work
@@ -49,12 +52,48 @@ _STATE: Final = (
 NOBODY_ASKED: Final = {"$or": [{"cancel_requested_at": None}, {"cancel_refused_at": {"$ne": None}}]}
 TOGETHER: Final = 3 << 20
 """Characters of output in one write, of at most four bytes each: a command is no larger than a document may be."""
+REMEMBERED: Final = 10_000
+"""Leases, many more than a process holds at once."""
 LOCKED_FOR: Final = 2.0
 LOCKED_FOR_ONE: Final = 0.5
 """Seconds that a renewal waits for documents that a commit under way holds: all together, then each, before it is `unknown`."""
 
 
 # -- settling -----------------------------------------------------------------------------------------------------------------
+
+
+class Limited:
+    """The leases that were claimed with permits, as far as this process remembers. It is a matter of speed alone: of one that is not known
+    the quick write finds out."""
+
+    def __init__(self) -> None:
+        self._leases: OrderedDict[Lease, None] = OrderedDict()
+
+    def __contains__(self, lease: Lease) -> bool:
+        return lease in self._leases
+
+    def remember(self, lease: Lease) -> None:
+        """It was claimed with permits. Those that nobody settles are forgotten when there are many."""
+        self._leases[lease] = None
+        if len(self._leases) > REMEMBERED:
+            self._leases.popitem(last=False)
+
+    def forget(self, lease: Lease) -> None:
+        """It was settled."""
+        self._leases.pop(lease, None)
+
+
+async def settle(database: Database, limited: Limited, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
+    """One answer per entry, in order."""
+    with_care = [lease in limited for lease, _ in entries]
+    plain = [entry for entry, care in zip(entries, with_care, strict=True) if not care]
+    if plain and not await database.plain(lambda work: settle_quickly(work, plain)):
+        with_care = [True] * len(entries)
+    left = [entry for entry, care in zip(entries, with_care, strict=True) if care]
+    answers = iter(await database.write(lambda work: settle_with_care(work, left)) if left else [])
+    for lease, _ in left:
+        limited.forget(lease)
+    return [next(answers) if care else "landed" for care in with_care]
 
 
 async def settle_quickly(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> bool:
@@ -108,7 +147,7 @@ async def _complete(work: Work, outputs: Mapping[Lease, str]) -> int:
     return await work.change_many("durable_run", where, landing.ended(work, ending, outputs=by_id))
 
 
-async def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
+async def settle_with_care(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
     """One answer per entry, in order."""
     ids = sorted({lease.run_id for lease, _ in entries})
     rows = {row["_id"]: row for row in await work.find("durable_run", {"_id": {"$in": ids}}, fields=_STATE)}
@@ -278,4 +317,4 @@ async def _prolong(work: Work, renewals: Sequence[Renewal], lease: Micros, withi
     )
 
 
-__all__ = ["renew", "settle", "settle_quickly"]
+__all__ = ["Limited", "renew", "settle", "settle_quickly", "settle_with_care"]

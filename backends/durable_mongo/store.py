@@ -82,10 +82,7 @@ class Store:
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
         """See `settle.settle`."""
         self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, m.Completed))
-        all_landed = bool(entries) and await self._plain(lambda work: settle.settle_quickly(work, entries))
-        if all_landed:
-            return ["landed" for _ in entries]
-        return await self._write(lambda work: settle.settle(work, entries))
+        return await settle.settle(self._database, self._claims.limited, entries)
 
     async def request_cancel(self, run_ids: Sequence[str], *, scope: Scope, reason: str = "") -> Sequence[bool]:
         """See `cancel.request_cancel`."""

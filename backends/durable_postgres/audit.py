@@ -237,6 +237,15 @@ SELECT p.run_id, p.scope FROM durable_permit AS p JOIN durable_run AS r ON r.run
 WHERE r.status <> 'running' AND {_SCOPE}
 """,
     ),
+    _Invariant(
+        "permits_within_bound",
+        "more permits of its scope are out than the newest one says",
+        f"""
+SELECT p.run_id, p.scope FROM durable_permit AS p JOIN durable_run AS r ON r.run_id = p.run_id
+WHERE NOT EXISTS (SELECT 1 FROM durable_permit AS n WHERE n.scope = p.scope AND (n.number IS NULL OR n.number > p.number))
+AND p.in_flight < (SELECT count(*) FROM durable_permit AS o WHERE o.scope = p.scope) AND {_SCOPE}
+""",
+    ),
     _orphans("durable_permit", "permit"),
     _Invariant(
         "sequence_one_at_a_time",

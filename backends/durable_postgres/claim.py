@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from durable.flow import Turns, concerning, dealt, in_turn, owner_of
 from durable.landing import Ending, never_recorded, past_deadline
-from durable.model import ALL, Claimed, ClaimRequest, Lease, RunRecord, StepRecord
+from durable.model import ALL, Claimed, ClaimRequest, Instant, Lease, RunRecord, StepRecord
 
 from . import flow, landing, locks
 from .adapting import Span
-from .operation import Ask, Operation, Row, Work, first, rows, together
+from .operation import Ask, Operation, Work, rows, together
 from .rows import READY, ROUTE, RUN_COLUMNS, STEP_COLUMNS, STEP_ORDER, run_record, step_record
 
 _FIRST, _LAST = UUID(int=0), (1 << 128) - 1
@@ -36,8 +36,8 @@ _CLEAN: Final = """
 """
 # The heads of each queue, over all routes: locked where they are free.
 _OF_QUEUE: Final = f"""
-SELECT h.run_id, h.priority, h.submitted, h.clean FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
-    SELECT r.run_id, r.priority, r.submitted, {_CLEAN} AS clean FROM durable_run AS r
+SELECT h.* FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
+    SELECT r.run_id, r.priority, r.submitted, {{more}} FROM durable_run AS r
     WHERE {{which}}r.queue = {{queue}} AND {ROUTE} = n.route AND {READY}
     ORDER BY r.priority DESC, r.submitted LIMIT {{room}} FOR NO KEY UPDATE SKIP LOCKED) AS h
 ORDER BY h.priority DESC, h.submitted LIMIT {{room}}
@@ -56,7 +56,7 @@ WITH dispute AS MATERIALIZED (
         EXISTS (SELECT 1 FROM durable_run AS r WHERE r.lease_owner = $4 AND r.status = 'running') AS held),
 heads AS MATERIALIZED (
     SELECT o.run_id, o.clean FROM unnest($2::text[], $3::integer[]) WITH ORDINALITY AS q (queue, room, place) CROSS JOIN LATERAL (
-        {_OF_QUEUE.format(which=which.format("$10"), queue="q.queue", room="q.room")}) AS o
+        {_OF_QUEUE.format(more=f"{_CLEAN} AS clean", which=which.format("$10"), queue="q.queue", room="q.room")}) AS o
     WHERE NOT (SELECT d.ruled OR d.held FROM dispute AS d) ORDER BY q.place, o.priority DESC, o.submitted LIMIT $7),
 taken AS (
     UPDATE durable_run AS r SET {_TAKEN} FROM heads WHERE r.run_id = heads.run_id AND heads.clean RETURNING {RUN_COLUMNS})
@@ -64,12 +64,14 @@ SELECT d.ruled, d.held, EXISTS (SELECT 1 FROM heads AS h WHERE NOT h.clean), r.*
 """
     for whose, which in _WHOSE.items()
 }
-_ROW: Final = f"{RUN_COLUMNS}, r.cancel_reason"
-_LOCKED: Final = """
-SELECT {row} FROM durable_run AS r WHERE r.run_id = ANY (ARRAY(SELECT o.run_id FROM ({heads}) AS o)) ORDER BY r.priority DESC, r.submitted
+# What is asked of a head: which limits count for it, and whether it ends here.
+_ASKED: Final = """
+r.name, r.queue, r.tenant_id, r.concurrency_key, r.cancel_requested_at, r.cancel_refused_at, r.replay_family, r.deadline_at, r.compensating,
+    r.cancel_reason
 """
+_HEAD: Final = f"r.run_id, r.priority, r.submitted, {_ASKED}"
 HEADS: Final = {
-    whose: _LOCKED.format(row=_ROW, heads=_OF_QUEUE.format(which=which.format("$4"), queue="$2", room="$3"))
+    whose: _OF_QUEUE.format(more=_ASKED, which=which.format("$4"), queue="$2", room="$3")
     for whose, which in _WHOSE.items()
 }
 # Whose turn it is: the first tenant from here on that has something ready, then the next one, each by a look at the index.
@@ -94,7 +96,7 @@ SELECT turn.tenant_id FROM turn WHERE turn.tenant_id IS NOT NULL ORDER BY turn.p
 """
 # The untagged among the first of the queue: only they are locked.
 FRONT: Final = f"""
-SELECT {_ROW} FROM durable_run AS r WHERE {READY} AND r.run_id = ANY (ARRAY(
+SELECT {_HEAD} FROM durable_run AS r WHERE {READY} AND r.run_id = ANY (ARRAY(
     SELECT o.run_id FROM (
         SELECT h.run_id, h.tenant_id FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
             SELECT r.run_id, r.tenant_id, r.priority, r.submitted FROM durable_run AS r
@@ -103,7 +105,7 @@ SELECT {_ROW} FROM durable_run AS r WHERE {READY} AND r.run_id = ANY (ARRAY(
     WHERE o.tenant_id IS NULL)) ORDER BY r.priority DESC, r.submitted FOR NO KEY UPDATE SKIP LOCKED
 """
 HEADS_ALONE: Final = f"""
-SELECT {_ROW} FROM durable_run AS r
+SELECT {_HEAD} FROM durable_run AS r
 WHERE r.blocked_on = 'alone' AND r.status = 'pending' AND r.available_at IS NULL AND ($1 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid)
 AND r.queue = ANY ($3::text[]) AND {ROUTE} = ANY ($4::text[]) ORDER BY r.priority DESC, r.submitted LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED
 """
@@ -122,6 +124,24 @@ ONE_AT_A_TIME: Final = "SELECT pg_advisory_xact_lock($1, $2), pg_advisory_xact_l
 HISTORIES: Final = f"""
 SELECT {STEP_COLUMNS}, s.run_id FROM durable_step AS s WHERE s.run_id = ANY ($1::text[]) ORDER BY s.run_id, {STEP_ORDER}
 """
+
+
+class _Head(NamedTuple):
+    """A ready run that is locked, as far as a claim asks."""
+
+    run_id: str
+    priority: int
+    submitted: int
+    name: str
+    queue: str
+    tenant: UUID | None
+    concurrency_key: str | None
+    cancel_requested_at: Instant | None
+    cancel_refused_at: Instant | None
+    replay_family: str | None
+    deadline_at: Instant | None
+    compensating: bool
+    cancel_reason: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,8 +207,8 @@ def land_what_ends(work: Work, request: ClaimRequest) -> Operation[None]:
     for queue, most in request.queues.items():
         if most > 0:
             whose, tenant = _whose(request)
-            found = yield from rows(HEADS[whose], _routes(request), queue, min(most, request.limit), *tenant)
-            yield from _land(work, [ending for row in found if (ending := _ending(work, row)) is not None])
+            found = yield from _heads(HEADS[whose], _routes(request), queue, min(most, request.limit), *tenant)
+            yield from _land(work, [ending for head in found if (ending := _ending(work, head)) is not None])
 
 
 def histories(work: Work, run_ids: Sequence[str]) -> Operation[dict[str, list[StepRecord]]]:
@@ -239,8 +259,8 @@ def _from_queue(work: Work, request: ClaimRequest, queue: str, room: int) -> Ope
     chosen: list[str] = []
     for _ in range(ROUNDS):
         # Rows that were chosen in an earlier round are still in the index, and in front.
-        found = yield from rows(HEADS[whose], _routes(request), queue, room, *tenant)
-        new = [row for row in found if row[0] not in chosen]
+        found = yield from _heads(HEADS[whose], _routes(request), queue, room, *tenant)
+        new = [head for head in found if head.run_id not in chosen]
         admitted = yield from _admitted(work, new)
         chosen += admitted
         if len(admitted) == len(new) or len(chosen) >= room:
@@ -254,7 +274,7 @@ def _in_turn(work: Work, request: ClaimRequest, queue: str, room: int, turns: Tu
     chosen: list[str] = []
     for _ in range(ROUNDS):
         found = yield from _heads_in_turn(_routes(request), queue, room - len(chosen), turns.last(queue), chosen)
-        turns.served(queue, [owner_of(row[3]) for row in found])
+        turns.served(queue, [owner_of(head.tenant) for head in found])
         admitted = yield from _admitted(work, found)
         chosen += admitted
         if len(admitted) == len(found) or len(chosen) >= room:
@@ -264,7 +284,7 @@ def _in_turn(work: Work, request: ClaimRequest, queue: str, room: int, turns: Tu
 
 def _heads_in_turn(
     routes: Sequence[str], queue: str, room: int, last: str | None, chosen: Sequence[str]
-) -> Operation[list[Row]]:
+) -> Operation[list[_Head]]:
     """The heads of a fair queue, dealt out; those that were chosen in an earlier round are still in the index, and in front."""
     behind = UUID(int=min(UUID(last).int + 1, _LAST)) if last else _FIRST
     front, after, before = yield from together(
@@ -273,7 +293,7 @@ def _heads_in_turn(
         Ask(TURNS, (routes, queue, _FIRST, room)),
     )
     # The untagged have no turn of their own in the index: those at the front of the queue are dealt as one hand.
-    untagged = [row for row in front if row[0] not in chosen]
+    untagged = [head for head in map(_Head._make, front) if head.run_id not in chosen]
     tenants = in_turn(
         last,
         lambda one, most: [str(row[0]) for row in (after if one else before)][:most],
@@ -285,7 +305,7 @@ def _heads_in_turn(
     while True:
         asks = [Ask(HEADS["tenant"], (routes, queue, share + len(chosen), one)) for one in tagged]
         answers = (yield from together(*asks)) if asks else []
-        hands = [[row for row in found if row[0] not in chosen] for found in answers]
+        hands = [[head for head in map(_Head._make, found) if head.run_id not in chosen] for found in answers]
         by_tenant = {str(one): hand for one, hand in zip(tagged, hands, strict=True)}
         heads = dealt([by_tenant[one] if one else untagged for one in tenants], room)
         if len(heads) == room or all(len(hand) < share for hand in hands):
@@ -297,25 +317,27 @@ def _alone(work: Work, request: ClaimRequest, open_queues: dict[str, int]) -> Op
     """At most one run that lapsed twice in a row, and nothing beside it (15)."""
     everybody, tenant = request.scope is ALL, None if request.scope is ALL else request.scope
     for _ in range(ROUNDS):
-        row = yield from first(HEADS_ALONE, everybody, tenant, list(open_queues), _routes(request))
-        if row is None:
+        found = yield from _heads(HEADS_ALONE, everybody, tenant, list(open_queues), _routes(request))
+        if not found:
             return []
-        admitted = yield from _admitted(work, [row])
+        admitted = yield from _admitted(work, found)
         if admitted:
             return admitted
     return []
 
 
-def _admitted(work: Work, found: Sequence[Row]) -> Operation[list[str]]:
+def _heads(text: str, *values: Any) -> Operation[list[_Head]]:
+    return [_Head._make(row) for row in (yield from rows(text, *values))]
+
+
+def _admitted(work: Work, found: Sequence[_Head]) -> Operation[list[str]]:
     """Land what ends at a claim; of the rest, those for which every scope has room."""
     endings: list[Ending] = []
     going: list[flow.Candidate] = []
-    for row in found:
-        ending = _ending(work, row)
+    for head in found:
+        ending = _ending(work, head)
         if ending is None:
-            going.append(
-                flow.Candidate(run_id=row[0], tenant=row[3], queue=row[9], name=row[1], concurrency_key=row[29])
-            )
+            going.append(flow.Candidate(head.run_id, head.tenant, head.queue, head.name, head.concurrency_key))
         else:
             endings.append(ending)
     yield from _land(work, endings)
@@ -327,13 +349,12 @@ def _land(work: Work, endings: Sequence[Ending]) -> Operation[None]:
         yield from landing.land(work, (yield from locks.family(ending.run_id for ending in endings)), endings)
 
 
-def _ending(work: Work, row: Row) -> Ending | None:
+def _ending(work: Work, head: _Head) -> Ending | None:
     """How a run ends that should not be called any more: an ask and no record (45), or past its deadline (12)."""
-    requested_at, refused_at, family, deadline_at, compensating = row[24], row[25], row[46], row[22], row[39]
-    if requested_at is not None and refused_at is None and family is None:
-        return never_recorded(row[0], row[-1])
-    if deadline_at is not None and deadline_at <= work.now and not compensating:
-        return past_deadline(row[0])
+    if head.cancel_requested_at is not None and head.cancel_refused_at is None and head.replay_family is None:
+        return never_recorded(head.run_id, head.cancel_reason)
+    if head.deadline_at is not None and head.deadline_at <= work.now and not head.compensating:
+        return past_deadline(head.run_id)
     return None
 
 

@@ -24,7 +24,9 @@ from durable.flow import (
     RELEASE_BATCH,
     SEQUENCE,
     Gates,
+    Permit,
     Rule,
+    Wanted,
     gate_ids,
     gates_of,
     owner_of,
@@ -33,6 +35,7 @@ from durable.flow import (
     scope_text,
     scopes_of,
     split,
+    wanted,
 )
 from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 from durable.storekit import within
@@ -69,19 +72,31 @@ SPEND: Final = """
 UPDATE durable_queue AS q SET rate_tokens = s.tokens::numeric, rate_at = s.at
 FROM unnest($1::text[], $2::text[], $3::timestamptz[]) AS s (queue_id, tokens, at) WHERE q.queue_id = s.queue_id
 """
-# Counted as far as the limit: what is beyond it changes no answer.
+# As the newest permit says, or counted where that leaves no room for all that are wanted; as far as the limit, since what is beyond it
+# changes no answer. A permit without a number, which comes first, was taken by a version that gave it none: while one is out, permits are
+# counted.
 IN_FLIGHT: Final = """
-SELECT l.scope, (SELECT count(*) FROM (SELECT FROM durable_permit AS p WHERE p.scope = l.scope LIMIT l.most) AS f)
-FROM unnest($1::text[], $2::integer[]) AS l (scope, most)
+SELECT l.scope, CASE WHEN n.fits THEN n.number ELSE c.number END, CASE WHEN n.fits THEN n.in_flight ELSE c.in_flight END
+FROM unnest($1::text[], $2::integer[], $3::integer[]) AS l (scope, wanted, most)
+LEFT JOIN LATERAL (
+    SELECT p.number, p.in_flight, p.in_flight + l.wanted <= l.most AS fits FROM durable_permit AS p
+    WHERE p.scope = l.scope ORDER BY p.number DESC LIMIT 1) AS n ON true
+CROSS JOIN LATERAL (
+    SELECT coalesce(max(o.number), 0) AS number, count(*)::integer AS in_flight FROM (
+        SELECT p.number FROM durable_permit AS p WHERE p.scope = l.scope AND n.fits IS NOT TRUE LIMIT l.most) AS o) AS c
 """
 # A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late. Claims
-# are held up until the limit is there; runs first and then the row of the limit, in the order of those who land.
+# are held up until the limit is there; runs first and then the row of the limit, in the order of those who land. They are the newest, and
+# do not say how many are out: the next claim counts.
 NO_CLAIMS: Final = "SELECT pg_advisory_xact_lock($1::bigint)"
 _RUNNING: Final = """
 WITH flying AS MATERIALIZED (
     SELECT r.run_id, r.concurrency_key, r.tenant_id FROM durable_run AS r
     WHERE r.status = 'running' AND ($4 OR r.tenant_id IS NOT DISTINCT FROM $2::uuid) AND {which} ORDER BY r.run_id FOR SHARE)
-INSERT INTO durable_permit (scope, run_id, taken_at) SELECT {scope}, f.run_id, now() FROM flying AS f ON CONFLICT DO NOTHING
+INSERT INTO durable_permit (scope, run_id, taken_at, number)
+SELECT t.scope, t.run_id, now(), row_number() OVER (PARTITION BY t.scope)
+    + coalesce((SELECT max(p.number) FROM durable_permit AS p WHERE p.scope = t.scope), 0)
+FROM (SELECT {scope} AS scope, f.run_id FROM flying AS f) AS t ON CONFLICT DO NOTHING
 """
 PERMITS_OF_RUNNING: Final = {
     "queue": _RUNNING.format(which="r.queue = $3::text", scope="$1::text"),
@@ -101,8 +116,9 @@ WITH free AS MATERIALIZED (
 DELETE FROM durable_permit AS p USING free AS f WHERE p.scope = f.scope AND p.run_id = f.run_id
 """
 TAKE_PERMITS: Final = """
-INSERT INTO durable_permit (scope, run_id, taken_at)
-SELECT t.scope, t.run_id, now() FROM unnest($1::text[], $2::text[]) AS t (scope, run_id) ON CONFLICT DO NOTHING
+INSERT INTO durable_permit (scope, run_id, taken_at, number, in_flight)
+SELECT t.scope, t.run_id, now(), t.number, t.in_flight
+FROM unnest($1::text[], $2::text[], $3::bigint[], $4::integer[]) AS t (scope, run_id, number, in_flight) ON CONFLICT DO NOTHING
 """
 GIVE_BACK: Final = """
 WITH gone AS (DELETE FROM durable_permit WHERE run_id = ANY ($1::text[]) RETURNING scope)
@@ -185,14 +201,13 @@ def _rules(queue_ids: Iterable[str]) -> Operation[dict[str, Rule]]:
     return {rule.queue_id: rule for rule in map(_rule, found)}
 
 
-def _count(pairs: Iterable[tuple[Rule, str]]) -> Operation[None]:
-    """Count what is in flight, in a statement after the lock: the holders before us have committed by now."""
-    limited = {text: rule for rule, text in pairs if rule.record.max_concurrency is not None}
-    if limited:
-        scopes = sorted(limited)
-        most = [limited[text].record.max_concurrency for text in scopes]
-        for text, number in (yield from rows(IN_FLIGHT, scopes, most)):
-            limited[text].taken[text] = number
+def _look(scopes: Sequence[Wanted]) -> Operation[None]:
+    """How many are in flight in each, at most; in a statement after the lock: the holders before us have committed by now."""
+    if scopes:
+        asked = [one.text for one in scopes], [one.number for one in scopes], [one.limit for one in scopes]
+        found = {row[0]: Permit(*row) for row in (yield from rows(IN_FLIGHT, *asked))}
+        for one in scopes:
+            one.rule.newest[one.text] = found[one.text]
 
 
 # -- what claim and landing call --------------------------------------------------------------------------------------------
@@ -211,14 +226,14 @@ def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candida
         run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules]
         for run_id, pairs in scopes.items()
     }
-    yield from _count(pair for pairs in limited.values() for pair in pairs)
+    yield from _look(wanted((pair for pairs in limited.values() for pair in pairs), work.now))
     admitted: list[Candidate] = []
-    permits: list[tuple[str, str]] = []
+    permits: list[tuple[Permit, str]] = []
     blocked: list[tuple[str, str]] = []
     passed_over: Counter[tuple[str, str]] = Counter()
     for candidate in candidates:
         pairs = limited[candidate.run_id]
-        full = next((text for rule, text in pairs if not rule.has_room(work.now, text)), None)
+        full = next((text for rule, text in pairs if not rule.room(work.now, text)), None)
         if full is None:
             permits += _take(candidate.run_id, pairs)
             admitted.append(candidate)
@@ -228,21 +243,24 @@ def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candida
     yield from _write_down(permits, blocked, rules.values())
     for (queue_id, text), number in passed_over.items():
         # The place that it did not take in its other scopes goes to the next that waits there.
-        if rules[queue_id].has_room(work.now, text):
+        if rules[queue_id].room(work.now, text):
             yield from _unblock(work, text, number)
     return admitted
 
 
-def _take(run_id: str, limited: Sequence[tuple[Rule, str]]) -> list[tuple[str, str]]:
-    return [(text, run_id) for rule, text in limited if rule.take(text)]
+def _take(run_id: str, limited: Sequence[tuple[Rule, str]]) -> list[tuple[Permit, str]]:
+    return [(permit, run_id) for rule, text in limited if (permit := rule.take(text)) is not None]
 
 
 def _write_down(
-    permits: Sequence[tuple[str, str]], blocked: Sequence[tuple[str, str]], rules: Iterable[Rule]
+    permits: Sequence[tuple[Permit, str]], blocked: Sequence[tuple[str, str]], rules: Iterable[Rule]
 ) -> Operation[None]:
     asks: list[Ask] = []
     if permits:
-        asks.append(Ask(TAKE_PERMITS, ([scope for scope, _ in permits], [run_id for _, run_id in permits])))
+        columns = zip(
+            *((permit.scope, run_id, permit.number, permit.in_flight) for permit, run_id in permits), strict=True
+        )
+        asks.append(Ask(TAKE_PERMITS, tuple(map(list, columns))))
     if blocked:
         asks.append(Ask(BLOCK, ([run_id for run_id, _ in blocked], [scope for _, scope in blocked])))
     rated = [rule for rule in rules if rule.record.rate_count is not None]
@@ -367,8 +385,8 @@ def _fill(work: Work, rule: Rule | None, text: str, most: int) -> Operation[int]
     if rule is not None:
         room = rule.lets(work.now, most)
         if room > 0 and rule.record.max_concurrency is not None:
-            yield from _count([(rule, text)])
-            room = min(room, rule.record.max_concurrency - rule.taken[text])
+            yield from _look([Wanted(rule, text, room)])
+            room = rule.room(work.now, text, room)
     return (yield from _unblock(work, text, room)) if room > 0 else 0
 
 

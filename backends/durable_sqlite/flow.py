@@ -23,7 +23,9 @@ from durable.flow import (
     RELEASE_BATCH,
     SEQUENCE,
     Gates,
+    Permit,
     Rule,
+    Wanted,
     gate_ids,
     gates_of,
     owner_of,
@@ -32,6 +34,7 @@ from durable.flow import (
     scope_text,
     scopes_of,
     split,
+    wanted,
 )
 from durable.model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
@@ -55,11 +58,17 @@ ON CONFLICT (queue_id) DO UPDATE SET paused = excluded.paused, max_concurrency =
     rate_tokens = excluded.rate_tokens, rate_at = excluded.rate_at, fair = excluded.fair, updated_at = excluded.updated_at
 """
 SPEND = "UPDATE durable_queue SET rate_tokens = ?, rate_at = ? WHERE queue_id = ?"
-IN_FLIGHT = "SELECT count(*) FROM durable_permit WHERE scope = ?"
-# A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late.
+# A permit without a number was taken by a version that gave it none: while one is out, permits are counted.
+NEWEST = "SELECT number, in_flight FROM durable_permit WHERE scope = ? ORDER BY number DESC NULLS FIRST LIMIT 1"
+IN_FLIGHT = "SELECT coalesce(max(number), 0), count(*) FROM (SELECT number FROM durable_permit WHERE scope = ? LIMIT ?)"
+# A limit counts for what is in flight already (73): the runs that were claimed before there was one take their permits late. They are
+# the newest, and do not say how many are out: the next claim counts.
 _RUNNING = """
-INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at)
-SELECT {scope}, run_id, ? FROM durable_run WHERE status = 'running' AND (? OR tenant_id IS ?) AND {which}
+WITH late AS (
+    SELECT {scope} AS scope, run_id FROM durable_run WHERE status = 'running' AND (? OR tenant_id IS ?) AND {which})
+INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at, number)
+SELECT late.scope, late.run_id, ?, row_number() OVER (PARTITION BY late.scope)
+    + coalesce((SELECT max(p.number) FROM durable_permit AS p WHERE p.scope = late.scope), 0) FROM late
 """
 PERMITS_OF_RUNNING = {
     "queue": _RUNNING.format(scope="?", which="queue = ?"),
@@ -69,7 +78,7 @@ PERMITS_OF_RUNNING = {
     "tenant": _RUNNING.format(scope="?", which="? = ''"),
 }
 DROP_PERMITS = "DELETE FROM durable_permit WHERE scope = ? OR (scope > ? AND scope < ?)"
-TAKE_PERMIT = "INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at) VALUES (?, ?, ?)"
+TAKE_PERMIT = "INSERT OR IGNORE INTO durable_permit (scope, run_id, taken_at, number, in_flight) VALUES (?, ?, ?, ?, ?)"
 GIVE_BACK = "DELETE FROM durable_permit WHERE run_id IN (SELECT value FROM json_each(?)) RETURNING scope"
 BLOCK = "UPDATE durable_run SET blocked_on = ? WHERE run_id = ? AND status = 'pending'"
 # A run that lapsed twice in a row goes back to be taken alone (15), not into the ready index.
@@ -148,35 +157,43 @@ def admit(con: sqlite3.Connection, now: Instant, candidates: Sequence[Candidate]
     rules = _rules(con, (queue_id for pairs in scopes.values() for queue_id, _ in pairs))
     if not rules:
         return list(candidates)
+    limited = {
+        run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules]
+        for run_id, pairs in scopes.items()
+    }
+    _look(con, wanted((pair for pairs in limited.values() for pair in pairs), now))
     admitted: list[Candidate] = []
     passed_over: Counter[tuple[str, str]] = Counter()
     for candidate in candidates:
-        limited = [(rules[queue_id], text) for queue_id, text in scopes[candidate.run_id] if queue_id in rules]
-        full = next((text for rule, text in limited if not _room(con, now, rule, text)), None)
+        pairs = limited[candidate.run_id]
+        full = next((text for rule, text in pairs if not rule.room(now, text)), None)
         if full is None:
-            _take(con, now, candidate.run_id, limited)
+            _take(con, now, candidate.run_id, pairs)
             admitted.append(candidate)
             continue
         con.execute(BLOCK, (full, candidate.run_id))
-        passed_over.update((rule.queue_id, text) for rule, text in limited if text != full)
+        passed_over.update((rule.queue_id, text) for rule, text in pairs if text != full)
     _write_buckets(con, rules.values())
     for (queue_id, text), count in passed_over.items():
         # The place that it did not take in its other scopes goes to the next that waits there.
-        if _room(con, now, rules[queue_id], text):
+        if rules[queue_id].room(now, text):
             _unblock(con, text, count)
     return admitted
 
 
-def _room(con: sqlite3.Connection, now: Instant, rule: Rule, text: str) -> bool:
-    if rule.record.max_concurrency is not None and text not in rule.taken and rule.lets(now):
-        rule.taken[text] = con.execute(IN_FLIGHT, (text,)).fetchone()[0]
-    return rule.has_room(now, text)
+def _look(con: sqlite3.Connection, scopes: Iterable[Wanted]) -> None:
+    """How many are in flight in each, at most: as the newest permit says, or counted where that leaves no room for all."""
+    for one in scopes:
+        found = con.execute(NEWEST, (one.text,)).fetchone()
+        if found is not None and not one.fits(found[1]):
+            found = con.execute(IN_FLIGHT, (one.text, one.limit)).fetchone()
+        if found is not None:
+            one.rule.newest[one.text] = Permit(one.text, *found)
 
 
 def _take(con: sqlite3.Connection, now: Instant, run_id: str, limited: Sequence[tuple[Rule, str]]) -> None:
-    for rule, text in limited:
-        if rule.take(text):
-            con.execute(TAKE_PERMIT, (text, run_id, now))
+    permits = [permit for rule, text in limited if (permit := rule.take(text)) is not None]
+    con.executemany(TAKE_PERMIT, [(one.scope, run_id, now, one.number, one.in_flight) for one in permits])
 
 
 def _write_buckets(con: sqlite3.Connection, rules: Iterable[Rule]) -> None:
@@ -253,7 +270,7 @@ def set_queue(con: sqlite3.Connection, now: Instant, record: QueueRecord) -> Non
     if record.max_concurrency is None:
         con.execute(DROP_PERMITS, (base, f"{base}:", f"{base};") if texts.is_spread(base) else (base, base, base))
     else:
-        con.execute(PERMITS_OF_RUNNING[kind], (base, now, record.tenant is ALL, owner or None, name))
+        con.execute(PERMITS_OF_RUNNING[kind], (base, record.tenant is ALL, owner or None, name, now))
     for text in _blocked_scopes(con, base):
         _fill(con, now, rule, text, RELEASE_BATCH)
 
@@ -276,8 +293,8 @@ def _fill(con: sqlite3.Connection, now: Instant, rule: Rule | None, text: str, l
     if rule is not None:
         room = rule.lets(now, limit)
         if room > 0 and rule.record.max_concurrency is not None:
-            in_flight: int = con.execute(IN_FLIGHT, (text,)).fetchone()[0]
-            room = min(room, rule.record.max_concurrency - in_flight)
+            _look(con, [Wanted(rule, text, room)])
+            room = rule.room(now, text, room)
     return _unblock(con, text, room) if room > 0 else 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from durable.errors import Conflict
-from durable.flow import EVERYBODY, Gates, Rule, gate_ids, gates_of
+from durable.flow import EVERYBODY, Gates, Permit, Rule, gate_ids, gates_of, wanted
 from durable.model import ALL, ClaimRequest, QueueRecord, Scope, tenant_id
 from durable.settings import MINUTE, SECOND
 
@@ -51,9 +51,26 @@ def test_a_changed_rate_hands_out_no_new_burst() -> None:
 
 def test_a_scope_has_room_up_to_its_limit_and_none_while_it_is_paused() -> None:
     rule = Rule.put(row(max_concurrency=2), None, now=0)
-    assert [rule.has_room(0, "a") and rule.take("a") for _ in range(3)] == [True, True, False]
-    assert rule.has_room(0, "b")
-    assert not Rule.put(row(max_concurrency=2, paused=True), None, now=0).has_room(0, "a")
+    assert [rule.room(0, "a", 5) and rule.take("a") for _ in range(3)] == [Permit("a", 1, 1), Permit("a", 2, 2), 0]
+    assert rule.room(0, "b", 5) == 2
+    assert not Rule.put(row(max_concurrency=2, paused=True), None, now=0).room(0, "a")
+
+
+def test_permits_go_on_from_the_newest_one_and_from_what_was_counted() -> None:
+    rule = Rule.put(row(max_concurrency=10), None, now=0)
+    rule.newest["a"] = Permit("a", 7, 9)
+    assert (rule.room(0, "a", 5), rule.take("a"), rule.room(0, "a", 5)) == (1, Permit("a", 8, 10), 0)
+    rule.newest["a"] = Permit("a", 8, 3)
+    assert (rule.room(0, "a", 5), rule.take("a")) == (5, Permit("a", 9, 4))
+
+
+def test_permits_are_counted_where_the_newest_one_leaves_no_room_for_all() -> None:
+    """Or says nothing. A scope that lets nothing start, or that has no limit, is not looked at."""
+    limited, free = Rule("l", row(max_concurrency=10)), Rule("f", rated(1), SECOND, 0)
+    stopped = Rule("p", row(max_concurrency=10, paused=True))
+    (one,) = wanted([(limited, "a"), (free, "b"), (limited, "a"), (stopped, "c")], now=0)
+    assert (one.text, one.number, one.limit) == ("a", 2, 10)
+    assert [one.fits(number) for number in (0, 8, 9, None)] == [True, True, False, False]
 
 
 def test_only_a_row_that_limits_or_pauses_can_hold_anything_back() -> None:

@@ -11,10 +11,10 @@ from sqlite.test_audit import populate
 from durable.model import ALL
 from durable.testing.conformance.scenario import ACME, BETA, Scene
 from durable_mongo.audit import RUNS
-from durable_mongo.invariants import EDGES, KEYS, SCHEDULES, SIGNALS, STEPS
+from durable_mongo.invariants import EDGES, KEYS, QUEUES, SCHEDULES, SIGNALS, STEPS
 from durable_mongo.store import Store
 
-INVARIANTS = (*RUNS, *STEPS, *SIGNALS, *KEYS, *EDGES, *SCHEDULES)
+INVARIANTS = (*RUNS, *STEPS, *SIGNALS, *KEYS, *EDGES, *SCHEDULES, *QUEUES)
 RUN, STEP = "durable_run", "durable_step"
 Breaker = tuple[str, dict[str, Any], Any]
 """A collection, a filter, and what is done to each document of it."""
@@ -45,6 +45,7 @@ BREAKERS: dict[str, Sequence[Breaker]] = {
     "coalesce_unique": [(RUN, {"status": "pending", "attempts": 0}, {"$set": {"coalesce_key": ":c"}})],
     "child_of_its_tenant": [(RUN, {"parent_run_id": {"$ne": None}}, {"$set": {"tenant_id": str(ACME)}})],
     "permit_in_flight": [(RUN, {"name": "ready"}, {"$set": {"permits": ["queue:a"]}})],
+    "permits_within_bound": [("durable_queue", {}, {"$set": {"in_flight.most": 0}})],
     "sequence_one_at_a_time": [(RUN, {"blocked_on": "sequence"}, {"$unset": {"blocked_on": ""}})],
     "sequence_has_head": [(RUN, {"sequence_key": ":s"}, {"$set": {"blocked_on": "sequence"}})],
     "live_in_line": [(RUN, {"sequence_key": ":s"}, {"$unset": {"line": ""}})],

@@ -57,6 +57,7 @@ BREAKERS: dict[str, tuple[str, ...]] = {
     "child_of_its_tenant": (f"UPDATE durable_run SET tenant_id = '{ACME}' WHERE parent_run_id IS NOT NULL",),
     "orphan_edge": ("UPDATE durable_dependency SET run_id = 'nobody'",),
     "permit_in_flight": ("UPDATE durable_run SET status = 'pending', leased_until = NULL WHERE status = 'running'",),
+    "permits_within_bound": ("UPDATE durable_permit SET in_flight = 0",),
     "orphan_permit": ("UPDATE durable_permit SET run_id = 'nobody'",),
     "sequence_one_at_a_time": ("UPDATE durable_run SET blocked_on = NULL WHERE blocked_on = 'sequence'",),
     "sequence_has_head": ("UPDATE durable_run SET blocked_on = 'sequence' WHERE sequence_key = ':s'",),

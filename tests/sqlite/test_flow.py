@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,43 @@ async def test_a_limit_counts_what_was_in_flight_before_it_was_set(scene: Scene)
         assert list(await scene.claim(2)) == []
         await scene.store.set_queue(QueueRecord(scope_name=scope_name))
     assert len(await scene.claim(2)) == 2
+
+
+SILENT = ["of a version before", "of a limit that came late", "of a limit that came late beside others"]
+"""Permits that do not say how many are out: whose they are."""
+
+
+async def with_silent_permits(scene: Scene, whose: str, sql: Callable[[str], Awaitable[Any]]) -> None:
+    """Under a limit of five: four runs in flight, of which three have a silent permit, and ready ones. No more than five are claimed, then
+    and when those three have landed."""
+    limit = QueueRecord(scope_name="queue:default", max_concurrency=5)
+    await scene.store.enqueue([new_run() for _ in range(9)])
+    if whose == "of a limit that came late":
+        silent = await scene.claim(3)
+        await scene.store.set_queue(limit)
+        (first,) = await scene.claim(1)
+    else:
+        await scene.store.set_queue(limit)
+        (first,) = await scene.claim(1)
+        silent = await scene.claim(3)
+        theirs = f"run_id <> '{first.run.run_id}'"
+        if whose == "of a version before":
+            await sql(f"UPDATE durable_permit SET number = NULL, in_flight = NULL WHERE {theirs}")
+        else:
+            await sql(f"DELETE FROM durable_permit WHERE {theirs}")
+            await sql("UPDATE durable_permit SET number = 100")
+            await scene.store.set_queue(limit)
+    assert len(await scene.claim(3)) == 1
+    for one in silent:
+        await scene.complete(one)
+    assert len(await scene.claim(5)) == 3
+    assert list(await scene.store.audit(scope=ALL)) == []
+
+
+@pytest.mark.parametrize("whose", SILENT)
+async def test_permits_that_do_not_say_how_many_are_out_are_counted(scene: Scene, bench: Any, whose: str) -> None:
+    """A worker of the version before may go on beside the others, and a limit may come while runs are in flight."""
+    await with_silent_permits(scene, whose, bench.sql)
 
 
 async def test_a_change_of_the_rate_hands_out_no_new_burst(scene: Scene) -> None:

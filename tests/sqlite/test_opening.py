@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from durable.errors import ConfigurationError, DurableError, SchemaMismatch, StoreUnavailable
-from durable.model import ALL, Names, RunQuery
+from durable.model import ALL, Names, QueueRecord, RunQuery
 from durable.settings import Settings
 from durable.storekit import Migration
-from durable.testing.conformance.scenario import new_run
+from durable.testing.conformance.scenario import Scene, new_run
 from durable_sqlite import Store, backend, opening, schema
+
+NEXT = len(schema.migrations()) + 1
+"""The version of a migration that is added to those that there are."""
 
 
 def url(path: Path) -> str:
@@ -291,7 +294,7 @@ async def test_an_empty_database_and_auto_migrate_false_is_a_schema_mismatch(tmp
 def next_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if this were the code of the next release, with one more migration."""
     now = schema.migrations()
-    later = Migration(version=2, name="0002_later", text="CREATE TABLE durable_worker_note (note TEXT NOT NULL);\n")
+    later = Migration(version=NEXT, name="0900_later", text="CREATE TABLE durable_worker_note (note TEXT NOT NULL);\n")
     monkeypatch.setattr(schema, "migrations", lambda: [*now, later])
     schema._wanted.cache_clear()
     yield
@@ -305,9 +308,29 @@ async def test_an_older_schema_is_brought_up_to_date_and_keeps_its_rows(tmp_path
     request.getfixturevalue("next_version")
     store = await opened(tmp_path / "s.db")
     status = await store.schema_status()
-    assert (status.found, status.wanted, list(status.missing)) == (2, 2, [])
+    assert (status.found, status.wanted, list(status.missing)) == (NEXT, NEXT, [])
     assert await store.count(RunQuery(), scope=ALL) == 1
     assert await store.migrate() == status, "a second migrate does nothing"
+    await store.close()
+
+
+async def test_permits_from_before_they_said_how_many_are_out_are_counted(tmp_path: Path) -> None:
+    """A file of version 1 with runs in flight under a limit."""
+    store = await opened(tmp_path / "s.db")
+    scene = Scene(store, None)  # type: ignore[arg-type]  # no clock is moved here
+    await store.set_queue(QueueRecord(scope_name="queue:default", max_concurrency=3))
+    await store.enqueue([new_run() for _ in range(5)])
+    assert len(await scene.claim(2)) == 2
+    await store.close()
+    with raw(tmp_path / "s.db") as con:
+        con.execute("DROP INDEX durable_permit_newest")
+        con.execute("ALTER TABLE durable_permit DROP COLUMN number")
+        con.execute("ALTER TABLE durable_permit DROP COLUMN in_flight")
+        con.execute("DELETE FROM durable_schema_version WHERE version > 1")
+    store = await opened(tmp_path / "s.db")
+    scene = Scene(store, None)  # type: ignore[arg-type]
+    assert len(await scene.claim(5)) == 1
+    assert list(await store.audit(scope=ALL)) == []
     await store.close()
 
 
@@ -320,7 +343,7 @@ async def test_an_older_schema_with_auto_migrate_false_is_refused_and_left_as_it
         await opened(tmp_path / "s.db", auto_migrate=False)
     assert says_what_to_do(error)
     with raw(tmp_path / "s.db") as con:
-        assert con.execute("SELECT max(version) FROM durable_schema_version").fetchone() == (1,)
+        assert con.execute("SELECT max(version) FROM durable_schema_version").fetchone() == (NEXT - 1,)
 
 
 async def test_a_newer_schema_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -376,9 +399,11 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0] * 6
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks its processes")
 def test_six_processes_that_open_a_new_file_at_once_migrate_it_once(tmp_path: Path) -> None:
-    assert child(SIX, str(tmp_path / "s.db")).split() == ["1"] * 6
+    assert child(SIX, str(tmp_path / "s.db")).split() == [str(NEXT - 1)] * 6
     with raw(tmp_path / "s.db") as con:
-        assert con.execute("SELECT version FROM durable_schema_version").fetchall() == [(1,)]
+        assert [version for (version,) in con.execute("SELECT version FROM durable_schema_version")] == [
+            *range(1, NEXT)
+        ]
 
 
 async def test_tables_can_have_other_names_and_two_sets_live_in_one_file(tmp_path: Path) -> None:

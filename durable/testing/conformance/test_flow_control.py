@@ -158,6 +158,39 @@ async def test_in_flight_never_exceeds_the_limit_and_everything_ends(scene: Scen
     assert statuses.count(Status.COMPLETED) >= 23
 
 
+@rule(73)
+async def test_the_limit_holds_at_every_step_though_it_is_changed(scene: Scene) -> None:
+    """A random walk of claims, settles, lapses and changes of the limits: whoever gets a run is within the limit as it is then."""
+    dice = random.Random(73)
+    limits: dict[str, int | None] = {"queue:default": None, "key:default": None}
+    held: list[Claimed] = []
+    for step in range(300):
+        draw = dice.random()
+        if draw < 0.1:
+            scope_name = dice.choice(list(limits))
+            limits[scope_name] = dice.choice([None, 2, 5, 9])
+            await limit(scene, scope_name, limits[scope_name])
+        elif draw < 0.12:
+            await scene.lapse()
+            await scene.sweep()
+            held.clear()
+        elif draw < 0.55 and held:
+            one = held.pop(dice.randrange(len(held)))
+            await scene.settle(one, dice.choice(OUTCOMES))
+        else:
+            await scene.store.enqueue([new_run(concurrency_key=dice.choice("ab"), max_attempts=None) for _ in range(2)])
+            claimed = await scene.claim(dice.randint(1, 4))
+            held += claimed
+            in_flight = {"queue:default": [*held], "key:default": []}
+            for key in {one.run.concurrency_key for one in claimed}:
+                of_key = [one for one in held if one.run.concurrency_key == key]
+                in_flight["key:default"] = max(in_flight["key:default"], of_key, key=len)
+            for scope_name, most in limits.items():
+                assert most is None or not claimed or len(in_flight[scope_name]) <= most, (step, scope_name)
+        if step % 30 == 29:
+            assert list(await scene.store.audit(scope=ALL)) == []
+
+
 @rule(74)
 async def test_a_run_that_finds_its_scope_full_says_on_what_it_is_blocked(scene: Scene) -> None:
     await limit(scene, "queue:default", 1)
