@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
+
+from durable.cli import app
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(?P<title>.+?) *$", re.MULTILINE)
 NOT_RUN = "# not run"
+PLAIN_TERMINAL = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 DRIVERS = {
     "sqlite": re.compile(r"^(?:import|from) sqlite3\b", re.MULTILINE),
     "postgresql": re.compile(r"^(?:import|from) (?:psycopg|asyncpg|sqlalchemy)\b", re.MULTILINE),
@@ -112,21 +116,13 @@ def test_each_python_block_runs(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("place", "words"), OURS, ids=[" ".join(words) for _, words in OURS])
-def test_each_durable_command_exists(place: str, words: list[str], tmp_path: Path) -> None:
-    """`--help` of the command answers, and it knows each option that the document shows."""
+def test_each_durable_command_exists(place: str, words: list[str]) -> None:
+    """`--help` of the command answers, and it knows each option that the document shows. That there is a program of that name which knows
+    them all is for `test_packaging.py`; here a process for each command would only take time."""
     plain = [word for word in words[1:] if not word.startswith("-")]
     options = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
-    command = Path(sys.executable).with_name("durable")
-    answer = subprocess.run(
-        [str(command), *plain, "--help"],
-        cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert answer.returncode == 0, f"{place}: {answer.stderr}"
+    answer = CliRunner(env=PLAIN_TERMINAL).invoke(app, [*plain, "--help"])
+    assert answer.exit_code == 0, f"{place}: {answer.output}"
     assert [option for option in options if option not in answer.stdout] == [], place
 
 
