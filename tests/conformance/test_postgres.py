@@ -5,6 +5,7 @@ The clock is the server's: time passes by moving every stored instant back, whic
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,6 +37,14 @@ def database() -> Database:
     return server().create()
 
 
+@functools.cache
+def connection() -> psycopg.Connection[tuple[object, ...]]:
+    """The harnesses' own, one for all: the server starts a process for each, which costs as much as many a test."""
+    made = database().connect()
+    atexit.register(made.close)
+    return made
+
+
 class PostgresCaller:
     """The application's own connection, inside a transaction."""
 
@@ -60,7 +69,7 @@ class PostgresHarness:
         self.stores: list[Store] = []
         self.taken = False
         self.url = database().url
-        self.connection = database().connect()
+        self.connection = connection()
 
     async def prepare(self) -> None:
         if not PostgresHarness.migrated:
@@ -122,7 +131,6 @@ class PostgresHarness:
     async def close(self) -> None:
         for store in self.stores:
             await store.close()
-        self.connection.close()
 
 
 @pytest.fixture
