@@ -57,6 +57,7 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 # How much slower than two current cores that are idle: only a machine that says so, as CI does, is held to the budgets.
 BINDING = "DURABLE_BUDGET_FACTOR" in os.environ
 FACTOR = float(os.environ.get("DURABLE_BUDGET_FACTOR", "1"))
+ROOM = 2 << 30  # bytes for each process of pytest: its two servers, and what they log
 WHOLE = 840  # with the two servers
 ALONE = 960  # seconds of test time without a server, added up over the processes: 480 on two cores
 BUDGETS = {  # seconds of test time, added up over the processes; the first pattern that fits a test's file counts it
@@ -355,16 +356,37 @@ def _long(session: nox.Session, *patterns: str, **lengths: str) -> None:
 
 def _whole(session: nox.Session, place: Path, *, python: str = "python") -> None:
     """All tests (or those named after `--`) in parallel; then the clock is read."""
-    with tempfile.TemporaryDirectory(prefix="durable-report-") as folder:
+    processes = _processes()
+    with tempfile.TemporaryDirectory(prefix="durable-tests-", dir=_memory(processes)) as folder:
+        Path(folder).chmod(0o1777)  # as /tmp: a server that refuses root has its files in it, too
         report = Path(folder) / "report.xml"
-        parallel = () if {"-n", "-p", "--pdb"} & set(session.posargs) else ("-n", "auto", "--dist", "worksteal")
+        own = {"-n", "-p", "--pdb"} & set(session.posargs)
         started = time.monotonic()
         session.run(
-            *(python, "-m", "pytest", f"--junitxml={report}", *parallel, *session.posargs),
+            *(python, "-m", "pytest", f"--junitxml={report}"),
+            *(() if own else ("-n", str(processes), "--dist", "worksteal")),
+            *session.posargs,
             external=python != "python",
-            env={"PYTHONPATH": ""},
+            env={"PYTHONPATH": "", "TMPDIR": folder},
         )
         _check_budgets(session, report, time.monotonic() - started)
+
+
+def _processes() -> int:
+    """Half of the tests' time is waiting, for a server or another process: a small machine has twice as many at work as processors."""
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(processors, min(2 * processors, 8))
+
+
+def _memory(processes: int) -> str | None:
+    """A folder in memory for what tests write, where there is enough of it; else None, and they write to the disk.
+
+    Nothing is tested less: the tests kill processes, not machines, and what a process wrote outlives it in either place. That an
+    answer waits for the disk is looked at where it is asked for. The sessions at full length stay on the disk."""
+    place = Path("/dev/shm")
+    if not place.is_dir() or not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_NOEXEC:
+        return None
+    return str(place) if shutil.disk_usage(place).free >= processes * ROOM else None
 
 
 def _check_budgets(session: nox.Session, report: Path, whole: float) -> None:

@@ -73,3 +73,16 @@ def test_a_suite_over_its_budget_fails_the_session_only_where_a_factor_is_set(
     assert session.error.called == (factor == "1")
     assert session.warn.called == (factor is None)
     assert all("the suite 'house' took" in sentence for sentence in said)
+
+
+def test_tests_write_to_memory_only_where_there_is_room_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere they write to the disk as ever: 64 MB, which is what containers have there, would end in the middle of a test."""
+    monkeypatch.setitem(sys.modules, "nox", MagicMock())
+    names = runpy.run_path(str(ROOT / "noxfile.py"))
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+    monkeypatch.setattr(names["os"], "access", lambda path, mode: True)
+    monkeypatch.setattr(names["os"], "statvfs", lambda path: MagicMock(f_flag=0))
+    for processes, missing, found in ((2, 0, "/dev/shm"), (2, 1, None), (4, 0, "/dev/shm"), (4, 1, None)):
+        free = processes * names["ROOM"] - missing
+        monkeypatch.setattr(names["shutil"], "disk_usage", lambda path, free=free: MagicMock(free=free))
+        assert names["_memory"](processes) == found
