@@ -59,8 +59,9 @@ BINDING = "DURABLE_BUDGET_FACTOR" in os.environ
 FACTOR = float(os.environ.get("DURABLE_BUDGET_FACTOR", "1"))
 ROOM = 2 << 30  # bytes for each process of pytest: its two servers, and what they log
 WHOLE = 840  # with the two servers
-ALONE = 960  # seconds of test time without a server, added up over the processes: 480 on two cores
-BUDGETS = {  # seconds of test time, added up over the processes; the first pattern that fits a test's file counts it
+ALONE = 960  # seconds of processors for tests without a server: 480 on two
+# Seconds of processors: test time by the processors for each process of pytest. The first pattern that fits a file of tests counts it.
+BUDGETS = {
     "fuzz": ("tests/*fuzz*", 60),
     "mongodb": ("tests/*mongo*", 480),
     "postgres": ("tests/*postgres*", 480),
@@ -356,7 +357,8 @@ def _long(session: nox.Session, *patterns: str, **lengths: str) -> None:
 
 def _whole(session: nox.Session, place: Path, *, python: str = "python") -> None:
     """All tests (or those named after `--`) in parallel; then the clock is read."""
-    processes = _processes()
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    processes = _processes(processors)
     with tempfile.TemporaryDirectory(prefix="durable-tests-", dir=_memory(processes)) as folder:
         Path(folder).chmod(0o1777)  # as /tmp: a server that refuses root has its files in it, too
         report = Path(folder) / "report.xml"
@@ -369,12 +371,12 @@ def _whole(session: nox.Session, place: Path, *, python: str = "python") -> None
             external=python != "python",
             env={"PYTHONPATH": "", "TMPDIR": folder},
         )
-        _check_budgets(session, report, time.monotonic() - started)
+        share = 1.0 if own else processors / processes
+        _check_budgets(session, report, time.monotonic() - started, share)
 
 
-def _processes() -> int:
+def _processes(processors: int) -> int:
     """Half of the tests' time is waiting, for a server or another process: a small machine has twice as many at work as processors."""
-    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(processors, min(2 * processors, 8))
 
 
@@ -389,17 +391,19 @@ def _memory(processes: int) -> str | None:
     return str(place) if shutil.disk_usage(place).free >= processes * ROOM else None
 
 
-def _check_budgets(session: nox.Session, report: Path, whole: float) -> None:
-    """Says a sentence for every suite that took longer than its budget, and fails the session where budgets are binding."""
+def _check_budgets(session: nox.Session, report: Path, whole: float, share: float) -> None:
+    """Says a sentence for every suite that took longer than its budget, and fails the session where budgets are binding.
+
+    `share` is what a process has of a processor: with two on each, a test takes twice as long and costs as much as before."""
     spent = dict.fromkeys(BUDGETS, 0.0)
     alone = 0.0
     for case in ElementTree.parse(report).iter("testcase"):
         file = case.get("classname", "").replace(".", "/")
         if not any(server in file + case.get("name", "") for server in ("mongo", "postgres")):
-            alone += float(case.get("time", "0"))
+            alone += share * float(case.get("time", "0"))
         for suite, (pattern, _) in BUDGETS.items():
             if fnmatch.fnmatch(file, pattern):
-                spent[suite] += float(case.get("time", "0"))
+                spent[suite] += share * float(case.get("time", "0"))
                 break
     session.log(
         f"the whole: {whole:.0f} s of {WHOLE * FACTOR:.0f} s; without a server {alone:.0f}/{ALONE * FACTOR:.0f}; "

@@ -52,9 +52,10 @@ def test_every_test_file_belongs_to_a_suite_with_a_time_budget() -> None:
     assert [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in patterns)] == []
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("factor", [None, "1", "4"])
 def test_a_suite_over_its_budget_fails_the_session_only_where_a_factor_is_set(
-    factor: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    factor: str | None, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newcomer's slow machine passes and is told; CI, which says how slow it may be, fails beyond that."""
     monkeypatch.delenv("DURABLE_BUDGET_FACTOR", raising=False)
@@ -63,12 +64,12 @@ def test_a_suite_over_its_budget_fails_the_session_only_where_a_factor_is_set(
     monkeypatch.setitem(sys.modules, "nox", MagicMock())  # not installed where the wheel is tested
     check = runpy.run_path(str(ROOT / "noxfile.py"))["_check_budgets"]
     report = tmp_path / "report.xml"
-    seconds = 2 * budgets()["house"][1]
+    seconds = 2 * budgets()["house"][1] / share  # of a process that had this share of a processor
     report.write_text(
         f'<testsuite><testcase classname="tests.house.test_jobs" name="slow" time="{seconds}"/></testsuite>'
     )
     session = MagicMock()
-    check(session, report, 0.0)
+    check(session, report, 0.0, share)
     said = [str(call) for call in (*session.warn.mock_calls, *session.error.mock_calls)]
     assert session.error.called == (factor == "1")
     assert session.warn.called == (factor is None)
