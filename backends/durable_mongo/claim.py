@@ -17,7 +17,7 @@ from uuid import UUID
 
 from pymongo.errors import PyMongoError
 
-from durable.flow import Turns, dealt, in_turn
+from durable.flow import Limited, Turns, dealt, in_turn
 from durable.landing import Ending, damaged, never_recorded, past_deadline
 from durable.model import ALL, Claimed, ClaimRequest, Lease, Scope
 
@@ -26,7 +26,6 @@ from .changes import Stage, change, plus
 from .connection import Database
 from .operation import Document, Where, Work
 from .rows import Damaged, asked, in_order, instant, of_scope, run_record
-from .settle import Limited
 from .times import milliseconds, stored
 
 ROUNDS: Final = 8

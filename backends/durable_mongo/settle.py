@@ -9,12 +9,12 @@ one recognises.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pymongo.errors import PyMongoError
 
+from durable.flow import Limited
 from durable.landing import Ending, settled, state_after
 from durable.model import (
     TERMINAL,
@@ -52,35 +52,12 @@ _STATE: Final = (
 NOBODY_ASKED: Final = {"$or": [{"cancel_requested_at": None}, {"cancel_refused_at": {"$ne": None}}]}
 TOGETHER: Final = 3 << 20
 """Characters of output in one write, of at most four bytes each: a command is no larger than a document may be."""
-REMEMBERED: Final = 10_000
-"""Leases, many more than a process holds at once."""
 LOCKED_FOR: Final = 2.0
 LOCKED_FOR_ONE: Final = 0.5
 """Seconds that a renewal waits for documents that a commit under way holds: all together, then each, before it is `unknown`."""
 
 
 # -- settling -----------------------------------------------------------------------------------------------------------------
-
-
-class Limited:
-    """The leases that were claimed with permits, as far as this process remembers. It is a matter of speed alone: of one that is not known
-    the quick write finds out."""
-
-    def __init__(self) -> None:
-        self._leases: OrderedDict[Lease, None] = OrderedDict()
-
-    def __contains__(self, lease: Lease) -> bool:
-        return lease in self._leases
-
-    def remember(self, lease: Lease) -> None:
-        """It was claimed with permits. Those that nobody settles are forgotten when there are many."""
-        self._leases[lease] = None
-        if len(self._leases) > REMEMBERED:
-            self._leases.popitem(last=False)
-
-    def forget(self, lease: Lease) -> None:
-        """It was settled."""
-        self._leases.pop(lease, None)
 
 
 async def settle(database: Database, limited: Limited, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
@@ -91,8 +68,7 @@ async def settle(database: Database, limited: Limited, entries: Sequence[tuple[L
         with_care = [True] * len(entries)
     left = [entry for entry, care in zip(entries, with_care, strict=True) if care]
     answers = iter(await database.write(lambda work: settle_with_care(work, left)) if left else [])
-    for lease, _ in left:
-        limited.forget(lease)
+    limited.forget(lease for lease, _ in left)
     return [next(answers) if care else "landed" for care in with_care]
 
 
@@ -317,4 +293,4 @@ async def _prolong(work: Work, renewals: Sequence[Renewal], lease: Micros, withi
     )
 
 
-__all__ = ["Limited", "renew", "settle", "settle_quickly", "settle_with_care"]
+__all__ = ["renew", "settle", "settle_quickly", "settle_with_care"]

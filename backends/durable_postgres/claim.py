@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -150,6 +150,8 @@ class Taken:
     or runs are to end here."""
 
     runs: Sequence[RunRecord]
+    limited: frozenset[str] = frozenset()
+    """Those that hold permits, as far as this claim took them."""
     again: bool = False
     ruled: bool = False
     ending: bool = False
@@ -191,15 +193,15 @@ def thorough(work: Work, request: ClaimRequest, turns: Turns) -> Operation[Taken
     if request.alone:
         alone = yield from _alone(work, request, open_queues)
         if alone:
-            return Taken((yield from _take(request, alone)))
-    chosen: list[str] = []
+            return (yield from _take(request, alone))
+    chosen: dict[str, bool] = {}
     for queue, most in open_queues.items():
         left = min(most, request.limit - len(chosen))
         if left > 0 and queue in gates.fair:
-            chosen += yield from _in_turn(work, request, queue, left, turns)
+            chosen |= yield from _in_turn(work, request, queue, left, turns)
         elif left > 0:
-            chosen += yield from _from_queue(work, request, queue, left)
-    return Taken((yield from _take(request, chosen)))
+            chosen |= yield from _from_queue(work, request, queue, left)
+    return (yield from _take(request, chosen))
 
 
 def land_what_ends(work: Work, request: ClaimRequest) -> Operation[None]:
@@ -253,37 +255,37 @@ def _routes(request: ClaimRequest) -> list[str]:
     return [f"{name}/{version}@{family}" for name, version in sorted(pairs) for family in ("", request.family)]
 
 
-def _from_queue(work: Work, request: ClaimRequest, queue: str, room: int) -> Operation[list[str]]:
+def _from_queue(work: Work, request: ClaimRequest, queue: str, room: int) -> Operation[dict[str, bool]]:
     """The runs to take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
     whose, tenant = _whose(request)
-    chosen: list[str] = []
+    chosen: dict[str, bool] = {}
     for _ in range(ROUNDS):
         # Rows that were chosen in an earlier round are still in the index, and in front.
         found = yield from _heads(HEADS[whose], _routes(request), queue, room, *tenant)
         new = [head for head in found if head.run_id not in chosen]
         admitted = yield from _admitted(work, new)
-        chosen += admitted
+        chosen |= admitted
         if len(admitted) == len(new) or len(chosen) >= room:
             break
     return chosen
 
 
-def _in_turn(work: Work, request: ClaimRequest, queue: str, room: int, turns: Turns) -> Operation[list[str]]:
+def _in_turn(work: Work, request: ClaimRequest, queue: str, room: int, turns: Turns) -> Operation[dict[str, bool]]:
     """The runs to take from a fair queue: of each tenant in turn, beginning behind the one that was served last. What is read is bounded by
     the tenants and by what is taken, whatever the backlog of one of them (10)."""
-    chosen: list[str] = []
+    chosen: dict[str, bool] = {}
     for _ in range(ROUNDS):
         found = yield from _heads_in_turn(_routes(request), queue, room - len(chosen), turns.last(queue), chosen)
         turns.served(queue, [owner_of(head.tenant) for head in found])
         admitted = yield from _admitted(work, found)
-        chosen += admitted
+        chosen |= admitted
         if len(admitted) == len(found) or len(chosen) >= room:
             break
     return chosen
 
 
 def _heads_in_turn(
-    routes: Sequence[str], queue: str, room: int, last: str | None, chosen: Sequence[str]
+    routes: Sequence[str], queue: str, room: int, last: str | None, chosen: Collection[str]
 ) -> Operation[list[_Head]]:
     """The heads of a fair queue, dealt out; those that were chosen in an earlier round are still in the index, and in front."""
     behind = UUID(int=min(UUID(last).int + 1, _LAST)) if last else _FIRST
@@ -313,24 +315,24 @@ def _heads_in_turn(
         share *= 2
 
 
-def _alone(work: Work, request: ClaimRequest, open_queues: dict[str, int]) -> Operation[list[str]]:
+def _alone(work: Work, request: ClaimRequest, open_queues: dict[str, int]) -> Operation[dict[str, bool]]:
     """At most one run that lapsed twice in a row, and nothing beside it (15)."""
     everybody, tenant = request.scope is ALL, None if request.scope is ALL else request.scope
     for _ in range(ROUNDS):
         found = yield from _heads(HEADS_ALONE, everybody, tenant, list(open_queues), _routes(request))
         if not found:
-            return []
+            return {}
         admitted = yield from _admitted(work, found)
         if admitted:
             return admitted
-    return []
+    return {}
 
 
 def _heads(text: str, *values: Any) -> Operation[list[_Head]]:
     return [_Head._make(row) for row in (yield from rows(text, *values))]
 
 
-def _admitted(work: Work, found: Sequence[_Head]) -> Operation[list[str]]:
+def _admitted(work: Work, found: Sequence[_Head]) -> Operation[dict[str, bool]]:
     """Land what ends at a claim; of the rest, those for which every scope has room."""
     endings: list[Ending] = []
     going: list[flow.Candidate] = []
@@ -341,7 +343,7 @@ def _admitted(work: Work, found: Sequence[_Head]) -> Operation[list[str]]:
         else:
             endings.append(ending)
     yield from _land(work, endings)
-    return [candidate.run_id for candidate in (yield from flow.admit(work, going))]
+    return (yield from flow.admit(work, going))
 
 
 def _land(work: Work, endings: Sequence[Ending]) -> Operation[None]:
@@ -358,13 +360,13 @@ def _ending(work: Work, head: _Head) -> Ending | None:
     return None
 
 
-def _take(request: ClaimRequest, run_ids: Sequence[str]) -> Operation[list[RunRecord]]:
+def _take(request: ClaimRequest, chosen: Mapping[str, bool]) -> Operation[Taken]:
     """Set the fence; the runs as they stand then, in the order in which they were chosen."""
-    if not run_ids:
-        return []
-    found = yield from rows(TAKE, list(run_ids), request.mark, Span(request.lease), request.family)
+    if not chosen:
+        return Taken([])
+    found = yield from rows(TAKE, list(chosen), request.mark, Span(request.lease), request.family)
     taken = {row[0]: run_record(row) for row in found}
-    return [taken[run_id] for run_id in run_ids]
+    return Taken([taken[run_id] for run_id in chosen], limited=frozenset(one for one in chosen if chosen[one]))
 
 
 __all__ = ["Taken", "claimed", "held", "histories", "land_what_ends", "quick", "replayed", "thorough"]

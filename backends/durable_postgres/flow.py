@@ -213,21 +213,21 @@ def _look(scopes: Sequence[Wanted]) -> Operation[None]:
 # -- what claim and landing call --------------------------------------------------------------------------------------------
 
 
-def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candidate]]:
-    """Those that every scope has room for, in order; each takes its permits and tokens. The others get `blocked_on` = the scope
-    that is full or paused, and are outside the ready index until it frees (73, 74)."""
+def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[dict[str, bool]]:
+    """Those that every scope has room for, in order, and whether they hold permits now; each takes its permits and tokens. The others get
+    `blocked_on` = the scope that is full or paused, and are outside the ready index until it frees (73, 74)."""
     if not candidates:
-        return []
+        return {}
     scopes = {candidate.run_id: candidate.scopes for candidate in candidates}
     rules = yield from _rules(queue_id for pairs in scopes.values() for queue_id, _ in pairs)
     if not rules:
-        return list(candidates)
+        return {candidate.run_id: False for candidate in candidates}
     limited = {
         run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules]
         for run_id, pairs in scopes.items()
     }
     yield from _look(wanted((pair for pairs in limited.values() for pair in pairs), work.now))
-    admitted: list[Candidate] = []
+    admitted: dict[str, bool] = {}
     permits: list[tuple[Permit, str]] = []
     blocked: list[tuple[str, str]] = []
     passed_over: Counter[tuple[str, str]] = Counter()
@@ -235,8 +235,9 @@ def admit(work: Work, candidates: Sequence[Candidate]) -> Operation[list[Candida
         pairs = limited[candidate.run_id]
         full = next((text for rule, text in pairs if not rule.room(work.now, text)), None)
         if full is None:
-            permits += _take(candidate.run_id, pairs)
-            admitted.append(candidate)
+            taken = _take(candidate.run_id, pairs)
+            permits += taken
+            admitted[candidate.run_id] = bool(taken)
             continue
         blocked.append((candidate.run_id, full))
         passed_over.update((rule.queue_id, text) for rule, text in pairs if text != full)

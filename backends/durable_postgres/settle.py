@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from durable.enqueue import effective_start
+from durable.flow import Limited
 from durable.landing import Ending, settled, state_after
 from durable.model import (
     Cancelled,
@@ -75,9 +76,13 @@ LEFT JOIN durable_run AS r ON r.run_id = f.run_id ORDER BY f.place
 """
 
 
-def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> Operation[list[Settled]]:
+def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]], limited: Limited) -> Operation[list[Settled]]:
     """One answer per entry, in order."""
-    locked, followed = yield from locks.family_and_followers(lease.run_id for lease, _ in entries)
+    ids = [lease.run_id for lease, _ in entries]
+    if any(lease in limited for lease, _ in entries):
+        locked, followed = (yield from locks.family(ids)), True
+    else:
+        locked, followed = yield from locks.family_and_followers(ids)
     answers: list[Settled] = []
     endings: list[Ending] = []
     pending: list[tuple[locks.Standing, Retry | HandedBack]] = []

@@ -11,7 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from durable import model as m
-from durable.flow import Turns
+from durable.flow import Limited, Turns
 from durable.model import Scope
 from durable.settings import SECOND, Micros, Settings
 from durable.storekit import RECORD_ROOM, payloads_of, weigh
@@ -53,6 +53,7 @@ class Store:
         self._write = database.write
         self._read = database.read
         self._turns = Turns()
+        self._limited = Limited()
         database.told = self._wakeups.announce
 
     # -- runs --------------------------------------------------------------------------------------------------------------
@@ -71,7 +72,11 @@ class Store:
         replayed = claim.replayed(taken)
         # In a statement that starts after the claim has committed (3).
         journals = await self._read(lambda work: claim.histories(work, replayed)) if replayed else {}
-        return claim.claimed(taken, journals)
+        claimed = claim.claimed(taken, journals)
+        for one in claimed:
+            if one.run.run_id in taken.limited:
+                self._limited.remember(one.lease)
+        return claimed
 
     async def _claim(self, request: m.ClaimRequest) -> Taken:
         if request.limit < 1:
@@ -94,7 +99,9 @@ class Store:
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
         """See `settle.settle`."""
         self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, m.Completed))
-        return await self._write(lambda work: settle.settle(work, entries))
+        answers = await self._write(lambda work: settle.settle(work, entries, self._limited))
+        self._limited.forget(lease for lease, _ in entries)
+        return answers
 
     async def request_cancel(self, run_ids: Sequence[str], *, scope: Scope, reason: str = "") -> Sequence[bool]:
         """See `cancel.request_cancel`."""
