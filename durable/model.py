@@ -305,6 +305,8 @@ class Lease:
     tenant: UUID | None
     attempts: int
     mark: str
+    linked: bool = dataclasses.field(default=False, compare=False)
+    """A hint of the store that gave it: somebody is told when the run ends (a parent, the next in line, a schedule, a limit)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

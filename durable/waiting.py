@@ -23,6 +23,8 @@ FEW = 4
 """So few runs are read at once, without a look at their pulse before: one way to the store less between a landing and its waiter."""
 PER_RUN: Micros = 20
 """Pause between two reads for each awaited run: with thousands of them every commit would wake the hub."""
+SHORTEST_PAUSE: Micros = 1_000
+"""An event loop counts in milliseconds: a shorter pause would be none, and cost one."""
 LONGEST_PAUSE: Micros = 250_000
 
 
@@ -97,7 +99,8 @@ class Hub:
                     if waiting.done():
                         waiting.result()
                     pause = 50_000
-                    await asyncio.sleep(min(len(self._waits) * PER_RUN, LONGEST_PAUSE) / SECOND)
+                    if (rest := len(self._waits) * PER_RUN) >= SHORTEST_PAUSE:
+                        await asyncio.sleep(min(rest, LONGEST_PAUSE) / SECOND)
                 except StoreUnavailable:
                     # Whoever waits has set a limit, or wants to wait: the store may come back.
                     await asyncio.sleep(pause * random.uniform(0.5, 1.0) / SECOND)

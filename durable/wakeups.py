@@ -4,13 +4,15 @@ The `wakeups.py` of a backend holds a `Waiters` and tells it what its database t
 of the file. A wake-up is a hint (semantics 67): nothing here decides anything, and losing one costs a poll interval.
 
 A topic that was announced between a caller's look and its `wait` would be missed. So each announcement has a number, and a wait
-that has not seen the newest number of its topics returns at once, once.
+that has not seen the newest number of its topics returns at once, once. What was announced for all topics long ago is no news to
+somebody who waits for the first time: it would cost every waiter a second look.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
@@ -19,6 +21,8 @@ _Futures: TypeAlias = dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]
 
 REMEMBERED: Final = 20_000
 """Topics whose last announcement is remembered; the oldest half is forgotten beyond that."""
+RECENT: Final = 1.0
+"""Seconds for which an announcement of all topics is news to a wait that is the first for its topics."""
 
 
 class Waiters:
@@ -30,7 +34,7 @@ class Waiters:
         self._count = 0
         self._number = 0
         self._announced: dict[str, int] = {}
-        self._prefixes: dict[str, int] = {}
+        self._prefixes: dict[str, tuple[int, float]] = {}
         # By the hash of who waits and for what: a client that awaits a thousand runs waits for another thousand topics each time.
         self._seen: dict[int, int] = {}
 
@@ -43,8 +47,9 @@ class Waiters:
         key = hash((id(loop), tuple(topics)))
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            newest = self._newest(topics)
-            if self._seen.get(key, 0) < newest:
+            seen = self._seen.get(key)
+            newest = self._newest(topics, since=0.0 if seen is not None else time.monotonic() - RECENT)
+            if (seen or 0) < newest:
                 _remember(self._seen, key, newest)
                 return
             for topic in topics:
@@ -93,16 +98,17 @@ class Waiters:
         woken: _Futures = {}
         with self._lock:
             self._number += 1
-            self._prefixes[prefix] = self._number
+            self._prefixes[prefix] = (self._number, time.monotonic())
             for topic, waiters in self._waiters.items():
                 if topic.startswith(prefix):
                     _gather(woken, waiters)
         _deliver(woken)
 
-    def _newest(self, topics: Sequence[str]) -> int:
+    def _newest(self, topics: Sequence[str], since: float = 0.0) -> int:
+        """The number of the last announcement of these; one of all topics only if it was made after `since`."""
         numbers = [self._announced.get(topic, 0) for topic in topics]
-        for prefix, number in self._prefixes.items():
-            if any(topic.startswith(prefix) for topic in topics):
+        for prefix, (number, at) in self._prefixes.items():
+            if at >= since and any(topic.startswith(prefix) for topic in topics):
                 numbers.append(number)
         return max(numbers, default=0)
 

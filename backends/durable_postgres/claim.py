@@ -230,7 +230,13 @@ def claimed(taken: Taken, journals: dict[str, list[StepRecord]]) -> list[Claimed
     """Leases with their journals."""
     return [
         Claimed(
-            lease=Lease(run_id=run.run_id, tenant=run.tenant, attempts=run.attempts, mark=run.lease_owner or ""),
+            lease=Lease(
+                run_id=run.run_id,
+                tenant=run.tenant,
+                attempts=run.attempts,
+                mark=run.lease_owner or "",
+                linked=run.run_id in taken.limited or landing.linked(run),
+            ),
             run=run,
             history=tuple(journals.get(run.run_id, ())),
         )

@@ -14,12 +14,12 @@ import logging
 import os
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 import psycopg
-from psycopg import AsyncRawCursor, pq
+from psycopg import AsyncPipeline, AsyncRawCursor, pq
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
@@ -190,6 +190,18 @@ class _Clock:
             self.offset, self.taken = offset, here
 
 
+class News(Protocol):
+    """Where the news of a commit go (`wakeups.py`)."""
+
+    def telling(self, topics: set[str]) -> Sequence[Ask]:
+        """What tells other processes these topics, if it is to go out right behind the commit."""
+        ...
+
+    def announce(self, topics: set[str], told: set[str]) -> None:
+        """The commit is made: who waits in this process is told now, the others soon, but for what they were told behind the commit."""
+        ...
+
+
 class Database:
     """A store's way to its server. Usable from any number of event loops."""
 
@@ -198,7 +210,7 @@ class Database:
         self.settings = settings
         self.naming = Naming(names)
         self.pools = Pools(address)
-        self.told: Callable[[set[str]], None] = lambda topics: None
+        self.news: News | None = None
         """Where the news of a commit go (`wakeups.py`)."""
         self.contact: Callable[[], Coroutine[Any, Any, None]] | None = None
         """What is checked before anything else is done, until it has passed once (69)."""
@@ -268,24 +280,23 @@ class Database:
         steps = make(work)
         try:
             asks = next(steps)
-            ending = (COMMIT,) if once else ()
-            answers = await self.ask(con, [*opening, *asks, *ending])
+            before = [*opening, *asks]
+            answers = await (self._commit(con, before, work) if once else self.ask(con, before))
             work.now = answers[1].rows[0][0]
             self._clock.sample(work.now)
-            value, committed = await self._to_the_end(con, steps, answers[2 : 2 + len(asks)], once)
+            value, committed = await self._to_the_end(con, steps, answers[2:], once, work)
             if not committed:
-                await self.ask(con, [COMMIT])
+                await self._commit(con, [], work)
         except BaseException:
             await self.undo(con)
             raise
         finally:
             steps.close()
-        if work.topics:
-            self.told(work.topics)
+        self.tell(work)
         return value
 
     async def _to_the_end(
-        self, con: Lendable, steps: Operation[T], answers: list[Answer], committed: bool
+        self, con: Lendable, steps: Operation[T], answers: list[Answer], committed: bool, work: Work
     ) -> tuple[T, bool]:
         """Go on with these answers; the commit goes out with the statements that an operation calls its last. And: has it?"""
         try:
@@ -294,10 +305,21 @@ class Database:
                 if committed:
                     raise RuntimeError(f"an operation asks for more after its last statement: {asks[0].text}")
                 committed = isinstance(asks, Last)
-                answers = (await self.ask(con, [*asks, COMMIT] if committed else asks))[: len(asks)]
+                answers = await (self._commit(con, asks, work) if committed else self.ask(con, asks))
         except StopIteration as end:
             value: T = end.value
             return value, committed
+
+    async def _commit(self, con: Lendable, asks: Sequence[Ask], work: Work) -> list[Answer]:
+        """Send these with the commit and, behind it, what tells other processes its news: a hint, that may fail. The answers to these."""
+        telling = self.news.telling(work.topics) if self.news is not None else ()
+        work.told = set(work.topics) if telling else work.told
+        return (await self.ask(con, [*asks, COMMIT], hints=telling))[: len(asks)]
+
+    def tell(self, work: Work) -> None:
+        """The commit is made: pass on its news."""
+        if work.topics and self.news is not None:
+            self.news.announce(work.topics, work.told)
 
     async def carry(self, con: psycopg.AsyncConnection[Row], steps: Operation[T]) -> T:
         """Carry an operation to its end inside the transaction that is open, and leave it open."""
@@ -323,17 +345,25 @@ class Database:
                 log.info("rolling back failed, the connection is closed: %s", error)
         con.pgconn.finish()
 
-    async def ask(self, con: psycopg.AsyncConnection[Row], asks: Sequence[Ask]) -> list[Answer]:
-        """Send statements together and gather their answers."""
+    async def ask(
+        self, con: psycopg.AsyncConnection[Row], asks: Sequence[Ask], hints: Sequence[Ask] = ()
+    ) -> list[Answer]:
+        """Send statements together and gather their answers. Hints go out behind them, outside of their transaction, and may fail."""
         cursors: list[AsyncRawCursor[Row]] = []
-        if len(asks) == 1:
+        if len(asks) + len(hints) == 1:
             cursors.append(await self._send(con, asks[0]))
         else:
-            async with con.pipeline():
-                cursors += [await self._send(con, ask) for ask in asks]
+            try:
+                async with con.pipeline() as pipeline:
+                    with _gathering(pipeline):
+                        cursors += [await self._send(con, ask) for ask in (*asks, *hints)]
+            except psycopg.Error as error:
+                if not hints or len(cursors) < len(asks) or cursors[len(asks) - 1].statusmessage != COMMIT.text:
+                    raise
+                log.info("a notification was lost, others find the news with their next poll: %s", error)
         return [
             Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
-            for cursor in cursors
+            for cursor in cursors[: len(asks)]
         ]
 
     async def _send(self, con: psycopg.AsyncConnection[Row], ask: Ask) -> AsyncRawCursor[Row]:
@@ -357,6 +387,23 @@ class Database:
     async def close(self) -> None:
         """Let go of everything."""
         await self.pools.close()
+
+
+@contextmanager
+def _gathering(pipeline: AsyncPipeline) -> Iterator[None]:
+    """Statements are buffered, and go out together when the pipeline ends. By itself the driver waits for the socket once for each: that
+    is half of what a round trip costs here. Where the driver does not know this method any more, nothing changes but the cost."""
+
+    def into_the_buffer() -> Iterator[None]:
+        while pipeline.command_queue:
+            pipeline.command_queue.popleft()()
+        yield from ()
+
+    pipeline._communicate_gen = into_the_buffer  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del pipeline._communicate_gen
 
 
 __all__ = ["BEGIN", "PREAMBLE", "TRIES", "Database", "Make", "Pools"]

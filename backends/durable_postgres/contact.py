@@ -26,8 +26,8 @@ log = logging.getLogger("durable.postgres")
 OLDEST: Final = 150_000
 """PostgreSQL 15 is the oldest that the tests run on."""
 SESSION: Final = """
-SELECT current_setting('default_transaction_isolation'), current_setting('server_version_num')::integer, current_database(),
-    current_setting('server_encoding'), clock_timestamp()
+SELECT current_setting('server_encoding'), current_setting('default_transaction_isolation'),
+    current_setting('server_version_num')::integer, current_database(), clock_timestamp()
 """
 
 
@@ -70,7 +70,12 @@ class Contact:
         database = self.database
         async with database.direct() as con:
             (answer,) = await database.ask(con, [Ask(SESSION)])
-            isolation, version, name, encoding, now = answer.rows[0]
+            encoding, isolation, version, name, now = answer.rows[0]
+            if encoding != "UTF8":  # first of all: of a database in SQL_ASCII the driver gives every text as bytes
+                raise ConfigurationError(
+                    f"the database is encoded in {encoding if isinstance(encoding, str) else encoding.decode()}",
+                    hint="create it with ENCODING 'UTF8' TEMPLATE template0; a server that was set up without a locale has SQL_ASCII",
+                )
             if isolation != "read committed":
                 raise ConfigurationError(
                     f"default_transaction_isolation is {isolation!r} for this role and database; durable needs 'read committed'",
@@ -79,10 +84,6 @@ class Contact:
             if version < OLDEST:
                 raise ConfigurationError(
                     f"the server is PostgreSQL {version // 10_000}", hint="use PostgreSQL 15 or newer"
-                )
-            if encoding != "UTF8":
-                raise ConfigurationError(
-                    f"the database is encoded in {encoding}", hint="create it with ENCODING 'UTF8'"
                 )
             found = await schema.look(database, con)
         database.name = name

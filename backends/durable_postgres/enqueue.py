@@ -28,7 +28,7 @@ from durable.settings import Micros
 
 from . import flow, landing, locks
 from .adapting import at, span
-from .operation import Again, Ask, Last, Operation, Row, Work, rows, together
+from .operation import Again, Ask, Last, Operation, Row, Work, first, rows, together
 from .rows import RUN_COLUMNS, run_record, stored_key
 
 BY_ID: Final = f"SELECT {RUN_COLUMNS} FROM durable_run AS r WHERE r.run_id = ANY ($1::text[])"
@@ -61,11 +61,17 @@ _ARRAYS: Final[Sequence[tuple[str, str]]] = (
     ("scheduled_for", "timestamptz"), ("tags", "jsonb"), ("options", "jsonb"), ("input", "jsonb"), ("submitted", "bigint"),
 )  # fmt: skip
 _COLUMNS: Final = ", ".join(column for column, _ in _ARRAYS)
-INSERT: Final = f"""
-INSERT INTO durable_run ({_COLUMNS}, created_at, updated_at)
-SELECT {", ".join(f"n.{column}" for column, _ in _ARRAYS)}, now(), now()
+_FROM_ARRAYS: Final = f"""
 FROM unnest({", ".join(f"${place}::{kind}[]" for place, (_, kind) in enumerate(_ARRAYS, 1))}) AS n ({_COLUMNS})
-ON CONFLICT DO NOTHING RETURNING run_id
+ON CONFLICT DO NOTHING RETURNING run_id, submitted
+"""
+_GIVEN: Final = ", ".join(f"n.{column}" for column, _ in _ARRAYS[:-1])
+INSERT: Final = f"""
+INSERT INTO durable_run ({_COLUMNS}, created_at, updated_at) SELECT {_GIVEN}, n.submitted, now(), now() {_FROM_ARRAYS}
+"""
+INSERT_PLAIN: Final = f"""
+INSERT INTO durable_run ({_COLUMNS}, created_at, updated_at)
+SELECT {_GIVEN}, nextval(${len(_ARRAYS) + 1}::text::regclass), now(), now() {_FROM_ARRAYS}
 """
 PUT_EDGES: Final = """
 INSERT INTO durable_dependency (run_id, depends_on, position, kind)
@@ -85,6 +91,25 @@ def enqueue(work: Work, runs: Sequence[NewRun], *, last: bool = False) -> Operat
     for run in runs:
         check_keys(run)
     return (yield from _Batch(work, runs, last).submit())
+
+
+def is_plain(run: NewRun) -> bool:
+    """Claimable at once, and alone: nothing but a repeated submit of itself can be in its way."""
+    keys = (run.idempotency_key, run.coalesce_key, run.sequence_key)
+    times = (run.delay, run.start_at, run.deadline_at, run.deadline_after)
+    return run.parent_run_id is None and not run.depends_on and all(one is None for one in (*keys, *times))
+
+
+def plain(work: Work, run: NewRun) -> Operation[Submitted | None]:
+    """Store a plain run, in one statement. None: there is one of this id; `enqueue` says what that means."""
+    check_keys(run)
+    work.announce(f"queue:{run.queue}")
+    draft = _Draft(run, None, run.priority, None, run.input, work.now, None, run.name)
+    row = yield from first(INSERT_PLAIN, *_arrays([draft]), work.sequence)
+    if row is None:
+        return None
+    draft.submitted = row[1]
+    return Submitted(run=_created(run, draft, work.now), disposition="created")
 
 
 @dataclasses.dataclass(slots=True)
@@ -404,18 +429,22 @@ class _Batch:
             raise Again(f"run {run_id}")  # it was purged between two looks
         draft = self.drafts[run_id]
         assert draft.run is not None
-        return created_run(
-            draft.run,
-            self.work.now,
-            submitted=draft.submitted,
-            status=draft.status,
-            priority=draft.priority,
-            text=draft.text,
-            available_at=draft.available_at,
-            blocked_on=draft.blocked_on,
-            wake_after=draft.wake_after,
-            deadline_at=draft.deadline_at,
-        )
+        return _created(draft.run, draft, self.work.now)
+
+
+def _created(run: NewRun, draft: _Draft, now: Instant) -> RunRecord:
+    return created_run(
+        run,
+        now,
+        submitted=draft.submitted,
+        status=draft.status,
+        priority=draft.priority,
+        text=draft.text,
+        available_at=draft.available_at,
+        blocked_on=draft.blocked_on,
+        wake_after=draft.wake_after,
+        deadline_at=draft.deadline_at,
+    )
 
 
 def _order(draft: _Draft) -> tuple[str, int]:
@@ -450,4 +479,4 @@ def _arrays(drafts: Iterable[_Draft]) -> tuple[list[Any], ...]:
     return columns
 
 
-__all__ = ["enqueue"]
+__all__ = ["enqueue", "is_plain", "plain"]

@@ -13,25 +13,40 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from durable.landing import Ending, behind
-from durable.model import Instant, Status
+from durable.model import Completed, Instant, Lease, RunRecord, Status
 
 from . import flow, locks
 from .adapting import at, span
 from .operation import Ask, Last, Operation, Row, Work, count, together
+from .rows import RUNNING
 
+_OVER: Final = """
+    finished_at = now(), updated_at = now(), leased_until = NULL, available_at = NULL, blocked_on = NULL, mismatch_since = NULL,
+    waiting_for = NULL, wake_after = 0
+"""
 # The children of a run that did not complete are cancelled by the net (48). It finds the parents by this mark, so that it need not
 # look at every live child.
-LAND: Final = """
+LAND: Final = f"""
 UPDATE durable_run AS r SET status = e.status, output = e.output, error = e.error, error_kind = e.kind, error_detail = e.detail,
-    error_positions = e.positions, finished_at = now(), updated_at = now(), purge_at = now() + e.keep,
-    failures = r.failures + e.failures, leased_until = NULL,
-    available_at = NULL, blocked_on = NULL, mismatch_since = NULL, waiting_for = NULL, wake_after = 0,
+    error_positions = e.positions, purge_at = now() + e.keep, failures = r.failures + e.failures, {_OVER},
     cancel_children = e.status <> 'completed' AND EXISTS (
         SELECT 1 FROM durable_run AS c WHERE c.parent_run_id = r.run_id AND NOT c.detached
         AND c.status IN ('pending', 'running', 'suspended'))
 FROM unnest($1::text[], $2::text[], $3::jsonb[], $4::text[], $5::text[], $6::jsonb[], $7::jsonb[], $8::interval[], $9::integer[])
     AS e (run_id, status, output, error, kind, detail, positions, keep, failures)
 WHERE r.run_id = e.run_id
+"""
+# With the fence, since it is not looked at before; and only where nobody is told of the end.
+COMPLETE: Final = f"""
+UPDATE durable_run AS r SET status = 'completed', output = e.output, error = NULL, error_kind = NULL, error_detail = NULL,
+    error_positions = NULL, purge_at = now() + coalesce(r.keep, $5::interval), cancel_children = false, {_OVER}
+FROM unnest($1::text[], $2::integer[], $3::text[], $4::jsonb[]) AS e (run_id, attempts, mark, output)
+WHERE r.run_id = e.run_id AND r.attempts = e.attempts AND r.lease_owner = e.mark AND {RUNNING}
+    AND (r.cancel_requested_at IS NULL OR r.cancel_refused_at IS NOT NULL)
+    AND r.parent_run_id IS NULL AND r.sequence_key IS NULL AND r.schedule_id IS NULL
+    AND NOT EXISTS (SELECT 1 FROM durable_dependency AS d WHERE d.depends_on = r.run_id)
+    AND NOT EXISTS (SELECT 1 FROM durable_permit AS p WHERE p.run_id = r.run_id)
+RETURNING r.run_id
 """
 EDGES: Final = """
 SELECT d.run_id, d.depends_on FROM durable_dependency AS d WHERE d.depends_on = ANY ($1::text[]) ORDER BY d.run_id, d.position
@@ -62,7 +77,7 @@ def land(work: Work, locked: locks.Locked, endings: Sequence[Ending], *, last: b
     `locked` holds the family of each of them. Terminal states first; then dependents (which may land in turn), the permits, the next
     in line, parents by the number of their children that landed, and schedules.
     """
-    if last and not any(_tells(locked[ending.run_id]) for ending in endings):
+    if last and not any(linked(locked[ending.run_id]) for ending in endings):
         yield Last((_landing(work, locked, endings),))
         for ending in endings:
             work.announce(f"run:{ending.run_id}")
@@ -100,13 +115,28 @@ def land(work: Work, locked: locks.Locked, endings: Sequence[Ending], *, last: b
         work.announce(f"queue:{queue}")
 
 
+def complete_alone(work: Work, entries: Sequence[tuple[Lease, Completed]]) -> Operation[set[str]]:
+    """Complete those of these runs whose fence stands and of whose end nobody is told: no ask, parent, node, line, schedule or permit.
+    One round trip; a run is there once. Returns their ids; of the others nothing is written."""
+    ids = [lease.run_id for lease, _ in entries]
+    for run_id in ids:
+        work.announce(f"run:{run_id}")
+    fences = (ids, [lease.attempts for lease, _ in entries], [lease.mark for lease, _ in entries])
+    outputs = [outcome.output for _, outcome in entries]
+    # What is behind a run is written under its lock: it is asked for in a statement that begins when all locks are ours.
+    _, landed = yield from together(
+        Ask(locks.ALONE, (sorted(ids),)), Ask(COMPLETE, (*fences, outputs, span(work.settings.keep)))
+    )
+    return {run_id for (run_id,) in landed}
+
+
 def _once_each(endings: Iterable[Ending]) -> list[Ending]:
     return list({ending.run_id: ending for ending in reversed(list(endings))}.values())[::-1]
 
 
-def _tells(standing: locks.Standing) -> bool:
+def linked(run: RunRecord | locks.Standing) -> bool:
     """Somebody is told when this run lands: a parent, the next in line, a schedule."""
-    return not (standing.parent_run_id is None and standing.sequence_key is None and standing.schedule_id is None)
+    return not (run.parent_run_id is None and run.sequence_key is None and run.schedule_id is None)
 
 
 def _write(work: Work, locked: locks.Locked, endings: Sequence[Ending]) -> Operation[tuple[list[Row], dict[str, int]]]:
@@ -233,4 +263,4 @@ def _count_schedules(locked: locks.Locked, landed: Iterable[Ending]) -> Operatio
         yield from count(SCHEDULES, list(counted), resets, failures)
 
 
-__all__ = ["land", "wake"]
+__all__ = ["complete_alone", "land", "linked", "wake"]

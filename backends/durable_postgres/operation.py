@@ -51,7 +51,7 @@ class Again(Exception):
 class Work:
     """What an operation may need from who drives it: the store's clock, the settings, and a place for news."""
 
-    __slots__ = ("lock_class", "now", "sequence", "settings", "topics")
+    __slots__ = ("lock_class", "now", "sequence", "settings", "told", "topics")
 
     def __init__(self, settings: Settings, *, lock_class: int, sequence: str) -> None:
         self.settings = settings
@@ -62,9 +62,11 @@ class Work:
         self.now: Instant = 0
         """The start of this transaction by the server's clock: what `now()` is in its statements."""
         self.topics: set[str] = set()
+        self.told: set[str] = set()
+        """Those of them that other processes were told already, behind the commit."""
 
     def announce(self, topic: str) -> None:
-        """News that is told once the transaction has committed."""
+        """News that is told once the transaction has committed: at once, if it is announced before the last statement."""
         self.topics.add(topic)
 
 

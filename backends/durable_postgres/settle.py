@@ -1,20 +1,22 @@
 """Leaving a claim: the outcomes of a settle, and the renewal of leases (semantics 4 to 6, 13, 15, 16, 25, 31, 43).
 
-`store.py` calls both. A settle is one transaction: it locks the runs with their families, in order; terminal outcomes go through the
-landing, first; suspensions come last, each against the wakes that the others of its batch have made. A renewal waits for nobody: a row
+`store.py` calls both. Completed runs of whose end nobody is told go first, in one round trip (`landing.complete_alone`). The rest is one
+transaction: it locks the runs with their families, in order; terminal outcomes go through the landing, first; suspensions come last,
+each against the wakes that the others of its batch have made. A renewal waits for nobody: a row
 that a commit under way holds is `unknown`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
 from durable.enqueue import effective_start
-from durable.flow import Limited
 from durable.landing import Ending, settled, state_after
 from durable.model import (
     Cancelled,
+    Completed,
     ErrorKind,
     Failure,
     HandedBack,
@@ -76,10 +78,23 @@ LEFT JOIN durable_run AS r ON r.run_id = f.run_id ORDER BY f.place
 """
 
 
-def settle(work: Work, entries: Sequence[tuple[Lease, Outcome]], limited: Limited) -> Operation[list[Settled]]:
+Entry = tuple[Lease, Outcome]
+
+
+def completed(entries: Sequence[Entry]) -> list[tuple[Lease, Completed]]:
+    """Those that are tried with `landing.complete_alone`: completed, the only entry of their run, and not known to be linked."""
+    once = Counter(lease.run_id for lease, _ in entries)
+    return [
+        (lease, outcome)
+        for lease, outcome in entries
+        if isinstance(outcome, Completed) and once[lease.run_id] == 1 and not lease.linked
+    ]
+
+
+def settle(work: Work, entries: Sequence[Entry]) -> Operation[list[Settled]]:
     """One answer per entry, in order."""
     ids = [lease.run_id for lease, _ in entries]
-    if any(lease in limited for lease, _ in entries):
+    if any(lease.linked for lease, _ in entries):
         locked, followed = (yield from locks.family(ids)), True
     else:
         locked, followed = yield from locks.family_and_followers(ids)
@@ -184,4 +199,4 @@ def _to_suspended(resting: Sequence[tuple[locks.Standing, Suspended]]) -> Operat
     yield from count(TO_SUSPENDED, *map(list, zip(*columns, strict=True)))
 
 
-__all__ = ["renew", "settle"]
+__all__ = ["completed", "renew", "settle"]

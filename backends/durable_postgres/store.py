@@ -11,7 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from durable import model as m
-from durable.flow import Limited, Turns
+from durable.flow import Turns
 from durable.model import Scope
 from durable.settings import SECOND, Micros, Settings
 from durable.storekit import RECORD_ROOM, payloads_of, weigh
@@ -26,6 +26,7 @@ from . import (
     flow,
     fork,
     journal,
+    landing,
     listing,
     mailbox,
     retry,
@@ -53,16 +54,19 @@ class Store:
         self._write = database.write
         self._read = database.read
         self._turns = Turns()
-        self._limited = Limited()
-        database.told = self._wakeups.announce
+        database.news = self._wakeups
 
     # -- runs --------------------------------------------------------------------------------------------------------------
 
     async def enqueue(self, runs: Sequence[m.NewRun], *, tx: object | None = None) -> Sequence[m.Submitted]:
-        """See `enqueue.enqueue`."""
+        """See `enqueue.plain` and `enqueue.enqueue`."""
         self._weigh(text for run in runs for text in (run.input, run.options))
         if tx is not None:
             return await callers.on_callers(self._database, tx, lambda work: enqueue.enqueue(work, runs))
+        if len(runs) == 1 and enqueue.is_plain(runs[0]):
+            stored = await self._write(lambda work: enqueue.plain(work, runs[0]), once=True)
+            if stored is not None:
+                return [stored]
         return await self._write(lambda work: enqueue.enqueue(work, runs, last=True))
 
     async def claim(self, request: m.ClaimRequest) -> Sequence[m.Claimed]:
@@ -72,11 +76,7 @@ class Store:
         replayed = claim.replayed(taken)
         # In a statement that starts after the claim has committed (3).
         journals = await self._read(lambda work: claim.histories(work, replayed)) if replayed else {}
-        claimed = claim.claimed(taken, journals)
-        for one in claimed:
-            if one.run.run_id in taken.limited:
-                self._limited.remember(one.lease)
-        return claimed
+        return claim.claimed(taken, journals)
 
     async def _claim(self, request: m.ClaimRequest) -> Taken:
         if request.limit < 1:
@@ -97,11 +97,13 @@ class Store:
         return await self._write(lambda work: settle.renew(work, renewals, lease), durable=False, once=True)
 
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
-        """See `settle.settle`."""
+        """See `landing.complete_alone` and `settle.settle`."""
         self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, m.Completed))
-        answers = await self._write(lambda work: settle.settle(work, entries, self._limited))
-        self._limited.forget(lease for lease, _ in entries)
-        return answers
+        alone = settle.completed(entries)
+        landed = await self._write(lambda work: landing.complete_alone(work, alone), once=True) if alone else set()
+        rest = [entry for entry in entries if entry[0].run_id not in landed]
+        told = iter(await self._write(lambda work: settle.settle(work, rest)) if rest else ())
+        return ["landed" if lease.run_id in landed else next(told) for lease, _ in entries]
 
     async def request_cancel(self, run_ids: Sequence[str], *, scope: Scope, reason: str = "") -> Sequence[bool]:
         """See `cancel.request_cancel`."""

@@ -93,8 +93,7 @@ async def _commit(database: Database, con: Lendable, lease: Lease, record: NewRe
     (answer,) = await database.carry(con, journal.append(context, [(lease, record)]))
     if answer.state == "appended":
         await database.ask(con, [Ask("COMMIT")])
-        if context.topics:
-            database.told(context.topics)
+        database.tell(context)
     return answer
 
 

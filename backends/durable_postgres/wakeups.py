@@ -1,9 +1,10 @@
 """Who waits for what: topics (`queue:NAME`, `run:ID`) announced in this process, and by others through LISTEN and NOTIFY (semantics 67).
 
-`store.py` calls `wait` and `announce`. A wake-up is a hint: nothing here decides anything, and losing one costs a poll interval. News are
-told after the commit, at once in this process, and to others by one NOTIFY for many topics, at most one in a few milliseconds, in a
-transaction of its own that nobody waits for. One connection past any pooler listens for each event loop that waits; when it is lost,
-everybody is woken, it comes back with a growing pause, and until then polling goes on.
+`store.py` calls `wait` and `announce`, `connection.py` passes on the news of each commit. A wake-up is a hint: nothing here decides
+anything, and losing one costs a poll interval. News are told after the commit, at once in this process, and to others by one NOTIFY for
+many topics, at most one in a few milliseconds, in a transaction of its own: behind the commit, in the same round trip, or a little later
+where there was one just before. One connection past any pooler listens for each event loop that waits; when it is lost, everybody is
+woken, it comes back with a growing pause, and until then polling goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from durable.portal import end_tasks
 from durable.wakeups import Waiters
 
 from .connection import Database
-from .operation import Operation, Row, Work, rows
+from .operation import Ask, Operation, Row, Work, rows
 
 log = logging.getLogger("durable.postgres")
 
@@ -32,7 +33,8 @@ PAYLOAD: Final = 7_900
 """Bytes of one notification; the server takes 8,000."""
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
-NOTIFY: Final = "SELECT pg_notify($1, p) FROM unnest($2::text[]) AS p"
+# Outside of a transaction block it is one of its own; its commit is not waited for.
+NOTIFY: Final = "SELECT set_config('synchronous_commit', 'off', true), pg_notify($1, p) FROM unnest($2::text[]) AS p"
 
 
 class Wakeups:
@@ -51,15 +53,23 @@ class Wakeups:
             self._listen(loop)
         await self._waiters.wait(topics, timeout)
 
-    def announce(self, topics: Iterable[str]) -> None:
-        """A commit of this process brought news: tell the waiters here at once, and the other processes soon. On the loop of the call."""
+    def telling(self, topics: set[str]) -> Sequence[Ask]:
+        """The notification that goes out right behind a commit, in its round trip; none if there was one a moment ago."""
+        return self._sender().at_once(topics) if topics else ()
+
+    def announce(self, topics: Iterable[str], told: Iterable[str] = ()) -> None:
+        """A commit of this process brought news: tell the waiters here at once, and the other processes soon, but for what they were
+        told behind the commit. On the loop of the call."""
         found = set(topics)
         self.hear(found)
+        self._sender().add(found.difference(told))
+
+    def _sender(self) -> _Sender:
         loop = asyncio.get_running_loop()
         sender = self._senders.get(loop)
         if sender is None:
             sender = self._senders[loop] = _Sender(self._database)
-        sender.add(found)
+        return sender
 
     def hear(self, topics: Iterable[str]) -> None:
         """Somebody announced these."""
@@ -100,9 +110,19 @@ class _Sender:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
+    def at_once(self, topics: set[str]) -> Sequence[Ask]:
+        if self._loop.time() < self._next or self._timer is not None or not self._idle:
+            return ()
+        self._next = self._loop.time() + THROTTLE
+        return (Ask(NOTIFY, (self._database.naming.channel, _payloads(sorted(topics)))),)
+
+    @property
+    def _idle(self) -> bool:
+        return self._task is None or self._task.done()
+
     def add(self, topics: set[str]) -> None:
         self._pending |= topics
-        if self._pending and self._timer is None and (self._task is None or self._task.done()):
+        if self._pending and self._timer is None and self._idle:
             self._timer = self._loop.call_at(max(self._next, self._loop.time()), self._begin)
 
     def _begin(self) -> None:

@@ -66,6 +66,7 @@ class Claims:
         self._last_work = boottime()
         self._last_claim: Instant = 0
         self._gathering: asyncio.TimerHandle | None = None
+        self._recheck: asyncio.TimerHandle | None = None
         self._room_for_alone_until: Instant = 0
         self._no_room_for_alone_before: Instant = 0
 
@@ -84,7 +85,9 @@ class Claims:
             if found >= room:
                 self._hungry = True
             elif found:
-                asyncio.get_running_loop().call_later(RECHECK / SECOND, self._news)
+                if self._recheck is not None:  # this claim was it
+                    self._recheck.cancel()
+                self._recheck = asyncio.get_running_loop().call_later(RECHECK / SECOND, self._news)
 
     def stop(self) -> None:
         """Claim nothing more; a claim under way is still begun, so that none of its runs is lost."""

@@ -91,6 +91,7 @@ class Leases:
         self._holds: dict[str, Hold] = {}
         self._thread_loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._stopped = False
         self.last_contact = boottime()
         """When the store last answered a renewal or a registration: a worker that was cut off sweeps a lease later (15)."""
 
@@ -112,6 +113,8 @@ class Leases:
         """Renew and watch until `stop`. On a thread of its own."""
         self._thread_loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        if self._stopped:  # before this thread came to it
+            return
         loops = [asyncio.ensure_future(work) for work in (self._renewing(), self._watching(), self._registering())]
         try:
             await self._stop.wait()
@@ -119,7 +122,8 @@ class Leases:
             await end_tasks(loops)
 
     def stop(self) -> None:
-        """End `run`. From any thread."""
+        """End `run`, also if it has not begun yet. From any thread."""
+        self._stopped = True
         loop, stop = self._thread_loop, self._stop
         if loop is not None and stop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)

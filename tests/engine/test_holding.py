@@ -19,6 +19,7 @@ from engine.conftest import Seen, until
 
 import durable
 from durable import Registry
+from durable._engine.leases import Leases
 from durable.activation import Activation
 from durable.errors import StoreUnavailable
 from durable.events import (
@@ -556,6 +557,15 @@ async def test_a_stop_suspends_what_rests(url: str) -> None:
             await until(lambda: "before" in log)
             await until(status_of(run, "running"))
         assert (await run.refresh()).status in ("suspended", "pending")
+
+
+async def test_the_renewals_of_a_worker_that_stops_before_they_began_end_at_once(client: durable.Client) -> None:
+    async def register() -> None: ...
+
+    leases = Leases(client.store, lease=60 * SECOND, events=client.events, register=register)
+    leases.stop()
+    async with asyncio.timeout(30):
+        await leases.run()
 
 
 async def test_a_worker_registers_itself_and_leaves_the_registry_when_it_stops(client: durable.Client) -> None:

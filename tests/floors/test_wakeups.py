@@ -33,7 +33,10 @@ async def waiting(waiters: Waiters, *topics: str) -> asyncio.Task[None]:
     ],
     ids=["the topic", "its kind", "anything"],
 )
-async def test_news_wakes_who_waits_and_is_not_missed_by_who_comes_later(announce: Callable[[Waiters], None]) -> None:
+async def test_news_wakes_who_waits_and_is_not_missed_by_who_comes_later(
+    announce: Callable[[Waiters], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wakeups, "RECENT", GENEROUS)
     waiters = Waiters()
     task = await waiting(waiters, "queue:a", "run:1")
     announce(waiters)
@@ -42,6 +45,23 @@ async def test_news_wakes_who_waits_and_is_not_missed_by_who_comes_later(announc
         await waiters.wait(["run:1"], LONG)
     again = await waiting(waiters, "run:1")  # seen by now: it waits, though nothing was announced since
     again.cancel()
+
+
+async def test_what_was_announced_for_all_topics_long_ago_is_no_news_to_who_comes_first_and_a_topic_s_own_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wakeups, "RECENT", -1.0)
+    waiters = Waiters()
+    known = await waiting(waiters, "run:0")
+    known.cancel()
+    await asyncio.wait([known])
+    waiters.announce(["run:2"])
+    waiters.announce_all()
+    first = await waiting(waiters, "run:1")  # it waits, though something was announced for all
+    first.cancel()
+    async with asyncio.timeout(GENEROUS):
+        await waiters.wait(["run:2"], LONG)
+        await waiters.wait(["run:0"], LONG)  # who has waited for these before may have missed it
 
 
 @pytest.mark.parametrize(

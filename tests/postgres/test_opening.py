@@ -102,12 +102,13 @@ async def test_a_server_that_is_too_old_is_refused(database: Database) -> None:
     assert "15" in str(caught.value)
 
 
-async def test_a_database_that_can_not_hold_every_text_is_refused() -> None:
-    name = f"latin_{os.getpid()}"
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])  # of the second the driver gives every text as bytes
+async def test_a_database_that_can_not_hold_every_text_is_refused(encoding: str) -> None:
+    name = f"{encoding.lower()}_{os.getpid()}"
     with psycopg.connect(server().url, autocommit=True) as con:
-        con.execute(f"CREATE DATABASE {name} ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+        con.execute(f"CREATE DATABASE {name} ENCODING '{encoding}' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
     try:
-        with pytest.raises(ConfigurationError, match="LATIN1") as caught:
+        with pytest.raises(ConfigurationError, match=encoding) as caught:
             await backend.open(server().url_of(name), settings=Settings())
         assert "UTF8" in str(caught.value)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,10 +13,11 @@ from servers.postgres import Database
 
 import durable
 from durable.errors import StoreUnavailable
-from durable.model import new_run_id
+from durable.model import ALL, new_run_id
 from durable.settings import HOUR, SECOND
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_postgres import Store, wakeups
+from durable_postgres.names import Naming
 from durable_postgres.wakeups import PAYLOAD, Wakeups, _Listener, _payloads
 
 LISTENING = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
@@ -94,6 +96,19 @@ async def test_many_commits_in_a_moment_are_told_in_few_notifications(
         heard = list(con.notifies(timeout=3, stop_after=None))
     assert 1 <= len(heard) < 100
     assert {topic for one in heard for topic in one.payload.split("\n")} == {"queue:default"}
+
+
+async def test_a_commit_whose_notification_fails_is_a_commit(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes out behind the commit, in the same round trip: a hint that the server refuses takes nothing back (67)."""
+    monkeypatch.setattr(Naming, "channel", "c" * 64)  # the server knows no name of that length
+    caplog.set_level(logging.INFO, "durable.postgres")
+    (answer,) = await store.enqueue([new_run()])
+    assert answer.disposition == "created"
+    assert "a notification was lost" in caplog.text
+    (found,) = await store.get([answer.run.run_id], scope=ALL)
+    assert found == answer.run
 
 
 async def test_many_topics_are_told_in_as_few_notifications_as_hold_them() -> None:
