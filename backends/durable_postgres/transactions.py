@@ -20,7 +20,7 @@ from durable.model import Appended, Lease, NewRecord
 from durable.settings import SECOND, Micros
 
 from . import faults, journal
-from .connection import BEGIN, PREAMBLE, Database
+from .connection import BEGIN, PREAMBLE_LENT, Database
 from .lending import Lendable, refuse
 from .operation import Ask, Operation, Work
 
@@ -41,7 +41,7 @@ async def exactly_once(database: Database, lease: Lease, work: UserWork, timeout
     async with _connection(database) as con:
         mark = secrets.token_hex(8)
         with faults.mapped():
-            await database.ask(con, [Ask(BEGIN), Ask(PREAMBLE, database.limits), Ask(MARK, (mark,))])
+            await database.ask(con, [Ask(BEGIN), Ask(PREAMBLE_LENT, database.limits), Ask(MARK, (mark,))])
         record = await _called(con, work, timeout)
         with faults.mapped():
             return await _commit(database, con, lease, record, mark)

@@ -79,6 +79,31 @@ async def test_a_run_of_one_step_takes_four_round_trips(scene: Scene, trips: Tri
     assert (await store.get([one.run.run_id], scope=ALL))[0].status == "completed"  # type: ignore[union-attr]
 
 
+async def test_what_is_written_again_and_again_is_not_planned_anew(store: Store) -> None:
+    """Left to itself the server plans a claim each time, which costs more than the claim."""
+    scene = Scene(store, None)  # type: ignore[arg-type]
+    for number in range(12):
+        await scene.submit()
+        (one,) = await store.claim(request(f"w:{number}"))
+        await store.append([(one.lease, record("a", 0))])
+        await store.settle([(one.lease, Completed(output="1"))])
+
+    plans: dict[str, tuple[int, int]] = {}
+    for con in next(iter(store._database.pools._connections.values())):
+        await con.set_autocommit(True)
+        found = await con.execute("SELECT statement, generic_plans, custom_plans FROM pg_prepared_statements")
+        plans.update(
+            {text: (generic, custom) for text, generic, custom in await found.fetchall() if "durable_run" in text}
+        )
+    assert {"WITH dispute", "WITH held", "UPDATE", "INSERT"} == {
+        word
+        for text in plans
+        for word in ("WITH dispute", "WITH held", "UPDATE", "INSERT")
+        if text.strip().startswith(word)
+    }
+    assert all(generic > 0 and custom == 0 for generic, custom in plans.values()), plans
+
+
 async def test_one_lost_fence_in_a_batch_is_told_and_the_others_are_written(scene: Scene) -> None:
     store = scene.store
     await scene.submit()

@@ -81,6 +81,19 @@ async def two_rows(con: Any) -> None:
         await con.execute("INSERT INTO paid VALUES (-1)")
 
 
+async def test_the_callers_statements_are_planned_as_ever(scene: Scene) -> None:
+    held = await scene.take()
+    record = await scene.record(held.run.run_id, "pay")
+    found: list[Any] = []
+
+    async def pay(con: Any) -> Any:
+        found.append(await (await con.execute("SHOW plan_cache_mode")).fetchone())
+        return record
+
+    await scene.store.transaction(held.lease, pay, timeout=SECOND)
+    assert found == [("auto",)]
+
+
 async def test_savepoints_undo_a_part(database: Database, table: None, scene: Scene) -> None:
     held = await scene.take()
 
