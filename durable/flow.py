@@ -10,14 +10,14 @@ slash before the first colon is ours.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 from uuid import UUID
 
 from .errors import Conflict
-from .model import ALL, ClaimRequest, Instant, Lease, QueueRecord, Scope
+from .model import ALL, ClaimRequest, Instant, QueueRecord, Scope
 
 T = TypeVar("T")
 
@@ -32,8 +32,6 @@ SEQUENCE: Final = "sequence"
 """What `blocked_on` says where it is no scope: the run is taken by a worker that holds no other (15), or waits for its turn (75)."""
 RELEASE_BATCH: Final = 1_000
 """Runs that one change of a row releases at the most; the net releases the rest."""
-REMEMBERED: Final = 10_000
-"""Leases, many more than a process holds at once."""
 
 
 # -- texts ----------------------------------------------------------------------------------------------------------------
@@ -304,28 +302,6 @@ class Turns:
             self._last[queue] = tenants[-1]
 
 
-class Limited:
-    """Which leases were claimed with permits, as one process remembers: it spares their settle the look whether there are any. Of one
-    that is not known the settle finds out."""
-
-    def __init__(self) -> None:
-        self._leases: OrderedDict[Lease, None] = OrderedDict()
-
-    def __contains__(self, lease: Lease) -> bool:
-        return lease in self._leases
-
-    def remember(self, lease: Lease) -> None:
-        """It was claimed with permits. Those that nobody settles are forgotten when there are many."""
-        self._leases[lease] = None
-        if len(self._leases) > REMEMBERED:
-            self._leases.popitem(last=False)
-
-    def forget(self, leases: Iterable[Lease]) -> None:
-        """They were settled."""
-        for lease in leases:
-            self._leases.pop(lease, None)
-
-
 def in_turn(last: str | None, beyond: Callable[[str, int], Sequence[str]], room: int, *, untagged: bool) -> list[str]:
     """At most `room` tenants in turn, behind the one that was served last; the untagged, as nothing, stand before all others.
     `beyond(tenant, most)` gives so many of those that have something ready and come after that one, in order."""
@@ -351,7 +327,6 @@ __all__ = [
     "SPREAD",
     "TENANT",
     "Gates",
-    "Limited",
     "Permit",
     "Rule",
     "Turns",

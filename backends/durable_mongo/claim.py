@@ -17,7 +17,7 @@ from uuid import UUID
 
 from pymongo.errors import PyMongoError
 
-from durable.flow import Limited, Turns, dealt, in_turn
+from durable.flow import Turns, dealt, in_turn
 from durable.landing import Ending, damaged, never_recorded, past_deadline
 from durable.model import ALL, Claimed, ClaimRequest, Lease, Scope
 
@@ -48,13 +48,12 @@ _ENDING: Final = (
 
 
 class Claims:
-    """What a store remembers from claim to claim: how crowded the heads are, whose turn it is, and who holds permits."""
+    """What a store remembers from claim to claim: how crowded the heads are, and whose turn it is."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self.reach = 1
         self.turns = Turns()
-        self.limited = Limited()
 
     async def claim(self, request: ClaimRequest) -> list[Claimed]:
         """Take up to `limit` claimable runs; the same mark again gives what it holds and takes nothing more (8).
@@ -78,10 +77,14 @@ class Claims:
         for row in rows:
             try:
                 run = run_record(row)
-                lease = Lease(run_id=run.run_id, tenant=run.tenant, attempts=run.attempts, mark=run.lease_owner or "")
+                lease = Lease(
+                    run_id=run.run_id,
+                    tenant=run.tenant,
+                    attempts=run.attempts,
+                    mark=run.lease_owner or "",
+                    linked=bool(row.get("linked")),
+                )
                 claimed.append(Claimed(lease=lease, run=run, history=tuple(in_order(journals.get(run.run_id, ())))))
-                if "permits" in row:
-                    self.limited.remember(lease)
             except Damaged:
                 bad.append(row)
         if bad:

@@ -1,9 +1,9 @@
 """Leaving a claim: the outcomes of a settle, and the renewal of leases (semantics 4 to 6, 13, 15, 16, 25, 31, 43).
 
-`store.py` calls `settle`, which tries `settle_quickly` first: one write of fenced updates, for runs that nothing else hangs on. Where not
-all of them match, and for runs that hold permits, it is `settle_with_care` in a transaction: terminal outcomes go through the landing,
-first; suspensions come last, each against the wakes that the others of its batch have made. What the quick write has done, the careful
-one recognises.
+`store.py` calls `settle`, which tries `settle_quickly` first: one write of fenced updates, for runs that nothing else hangs on. Where
+not all of them match, and for runs that are known to be linked, it is `settle_with_care` in a transaction: terminal outcomes go through
+the landing, first; suspensions come last, each against the wakes that the others of its batch have made. What the quick write has done,
+the careful one recognises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from pymongo.errors import PyMongoError
 
-from durable.flow import Limited
 from durable.landing import Ending, settled, state_after
 from durable.model import (
     TERMINAL,
@@ -60,15 +59,14 @@ LOCKED_FOR_ONE: Final = 0.5
 # -- settling -----------------------------------------------------------------------------------------------------------------
 
 
-async def settle(database: Database, limited: Limited, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
+async def settle(database: Database, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
     """One answer per entry, in order."""
-    with_care = [lease in limited for lease, _ in entries]
+    with_care = [lease.linked for lease, _ in entries]
     plain = [entry for entry, care in zip(entries, with_care, strict=True) if not care]
     if plain and not await database.plain(lambda work: settle_quickly(work, plain)):
         with_care = [True] * len(entries)
     left = [entry for entry, care in zip(entries, with_care, strict=True) if care]
     answers = iter(await database.write(lambda work: settle_with_care(work, left)) if left else [])
-    limited.forget(lease for lease, _ in left)
     return [next(answers) if care else "landed" for care in with_care]
 
 

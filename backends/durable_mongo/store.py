@@ -82,7 +82,7 @@ class Store:
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
         """See `settle.settle`."""
         self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, m.Completed))
-        return await settle.settle(self._database, self._claims.limited, entries)
+        return await settle.settle(self._database, entries)
 
     async def request_cancel(self, run_ids: Sequence[str], *, scope: Scope, reason: str = "") -> Sequence[bool]:
         """See `cancel.request_cancel`."""

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from durable import flow
 from durable.errors import Conflict
-from durable.flow import EVERYBODY, Gates, Limited, Permit, Rule, gate_ids, gates_of, wanted
-from durable.model import ALL, ClaimRequest, Lease, QueueRecord, Scope, tenant_id
+from durable.flow import EVERYBODY, Gates, Permit, Rule, gate_ids, gates_of, wanted
+from durable.model import ALL, ClaimRequest, QueueRecord, Scope, tenant_id
 from durable.settings import MINUTE, SECOND
 
 ACME = tenant_id("acme")
@@ -113,15 +112,3 @@ def test_a_claim_asks_for_the_gates_of_everybody_and_of_its_own_tenant() -> None
     owners = {one.partition(":")[0] for one in gate_ids(asking(ACME))}
     assert owners == {EVERYBODY, str(ACME)}
     assert {one.partition(":")[0] for one in gate_ids(asking(ALL))} == {EVERYBODY}
-
-
-def test_a_process_remembers_the_leases_that_hold_permits_until_they_are_settled_or_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(flow, "REMEMBERED", 2)
-    limited, leases = Limited(), [Lease(run_id=one, tenant=None, attempts=1, mark="m") for one in "abc"]
-    for lease in leases:
-        limited.remember(lease)
-    assert [lease in limited for lease in leases] == [False, True, True]
-    limited.forget(leases[:2])
-    assert [lease in limited for lease in leases] == [False, False, True]
