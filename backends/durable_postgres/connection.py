@@ -36,7 +36,7 @@ from .opening import Address
 from .operation import Again, Answer, Ask, Last, Operation, Row, Work
 
 if TYPE_CHECKING:
-    from psycopg.abc import QueryNoTemplate
+    from psycopg.abc import PQGen, QueryNoTemplate
 
 T = TypeVar("T")
 Make = Callable[[Work], Operation[T]]
@@ -401,7 +401,7 @@ def _gathering(pipeline: AsyncPipeline) -> Iterator[None]:
     """Statements are buffered, and go out together when the pipeline ends. By itself the driver waits for the socket once for each: that
     is half of what a round trip costs here. Where the driver does not know this method any more, nothing changes but the cost."""
 
-    def into_the_buffer() -> Iterator[None]:
+    def into_the_buffer() -> PQGen[None]:
         while pipeline.command_queue:
             pipeline.command_queue.popleft()()
         yield from ()
