@@ -23,7 +23,7 @@ import durable_sqlite  # noqa: F401
 from durable.model import Claimed, ClaimRequest, Renewal, Renewed
 from durable.protocol import Store
 
-LEASE = 4
+LEASE = 8
 RATED = "rated"
 QUICK = {"poll": "100ms", "poll_idle": "200ms"}
 _log = -1

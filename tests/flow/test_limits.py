@@ -33,7 +33,7 @@ KEYS = "abcde"
 RATE, BURST = 10, 5
 """Starts in a second, and how many at once."""
 KILL_EVERY = 100  # runs
-PATIENCE = 120
+PATIENCE = 300
 LIMITS = (
     QueueRecord(scope_name="queue:default", max_concurrency=OF_QUEUE),
     QueueRecord(scope_name="key:default", max_concurrency=OF_KEY),
@@ -110,7 +110,7 @@ class Log:
         return most
 
 
-@pytest.mark.timeout(240 + RUNS)
+@pytest.mark.timeout(600 + RUNS)
 def test_no_limit_is_exceeded_at_any_instant_though_workers_are_killed(url: str, tmp_path: Path) -> None:
     asyncio.run(_submitted(url))
     with Fleet(tmp_path, WORKERS, work, url, 20, held=True) as fleet:
@@ -160,7 +160,7 @@ async def _campaign(url: str, fleet: Fleet) -> None:
             await asyncio.sleep(0.05)
         await client.store.set_queue(rate(SECOND))
         await _kill_one_that_is_at_work(fleet, dice)
-        deadline = time.monotonic() + 150 + RUNS / 2
+        deadline = time.monotonic() + PATIENCE + RUNS / 2
         while (done := await client.count(status="completed")) < RUNS:
             assert time.monotonic() < deadline, f"{done} of {RUNS} runs have ended"
             if done // KILL_EVERY >= len(fleet.killed) and await _waiting(client):

@@ -71,6 +71,7 @@ def go(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_sixty_four_clients_that_submit_the_same_keys_at_once_make_one_run_per_key(
     database: Database, scene: Scene
 ) -> None:
@@ -78,7 +79,7 @@ async def test_sixty_four_clients_that_submit_the_same_keys_at_once_make_one_run
     processes = [start(SUBMIT, database.url, str(CLIENTS * number)) for number in range(PROCESSES)]
     for process in processes:
         go(process)
-    answers = [await asyncio.to_thread(process.communicate, timeout=110) for process in processes]
+    answers = [await asyncio.to_thread(process.communicate, timeout=580) for process in processes]
     assert [process.returncode for process in processes] == [0] * PROCESSES, answers
     runs = await scene.runs()
     assert sorted(str(run.coalesce_key) for run in runs) == sorted(f"k{key}" for key in range(KEYS))
@@ -193,6 +194,7 @@ def now(database: Database) -> datetime.datetime:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_a_worker_that_is_stopped_for_three_leases_and_continued_writes_nothing(
     database: Database, scene: Scene, tmp_path: Any
 ) -> None:

@@ -165,11 +165,20 @@ class ReplicaSet:
         raise RuntimeError(f"the set has no primary after {START_LIMIT} s")
 
     def step_down(self) -> None:
-        """Ask the primary to step down; another one is primary when this returns."""
+        """Ask the primary to step down, and again where no other was ready to follow; one has been elected when this returns."""
         old = self.primary()
-        with contextlib.suppress(PyMongoError), old.client() as client:
-            client.admin.command("replSetStepDown", 10, secondaryCatchUpPeriodSecs=8)
-        self.primary()
+        term = self._term(old)
+        deadline = time.monotonic() + START_LIMIT
+        while self._term(self.primary()) == term:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the primary did not step down within {START_LIMIT} s")
+            with contextlib.suppress(PyMongoError), old.client() as client:
+                client.admin.command("replSetStepDown", 10, secondaryCatchUpPeriodSecs=8)
+
+    def _term(self, member: Member) -> int:
+        """Of which election it knows."""
+        with member.client() as client:
+            return int(client.admin.command("replSetGetStatus")["term"])
 
     def kill_primary(self) -> Member:
         """SIGKILL the primary; another one is primary when this returns. Start the one that is given back again."""

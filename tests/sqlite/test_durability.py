@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -39,8 +40,19 @@ async def test_every_writing_transaction_begins_immediate_and_many_calls_share_o
     def look_away(con: sqlite3.Connection, now: int) -> None:
         con.set_trace_callback(None)
 
+    queued = threading.Event()
+
+    def hold(con: sqlite3.Connection, now: int) -> None:
+        assert queued.wait(60)  # however quick the disk is, the calls come together
+
     await on_file._database.write(watch)
-    await asyncio.gather(*(on_file.enqueue([new_run()]) for _ in range(40)))
+    holding = asyncio.create_task(on_file._database.write(hold))
+    calls = [asyncio.create_task(on_file.enqueue([new_run()])) for _ in range(40)]
+    async with asyncio.timeout(60):
+        while on_file._database.core.lane._queue.qsize() < len(calls):
+            await asyncio.sleep(0.001)
+    queued.set()
+    await asyncio.gather(holding, *calls)
     await on_file._database.write(look_away)
     begun = [statement for statement in statements if statement.startswith("BEGIN")]
     assert begun
