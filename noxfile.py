@@ -82,6 +82,7 @@ BUDGETS = {
     "cases": ("tests/cases/*", 60),
     "migrations": ("tests/migrations/*", 60),
     "house": ("tests/house/*", 120),
+    "servers of tests": ("tests/servers/*", 10),
 }
 
 nox.options.sessions = ["lint", "types", "tests"]
