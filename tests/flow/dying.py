@@ -66,13 +66,13 @@ class Death:
         """In the place of `Database.ask`."""
 
         async def one_by_one(
-            database: Database, con: psycopg.AsyncConnection[Any], asks: Sequence[Ask]
+            database: Database, con: psycopg.AsyncConnection[Any], asks: Sequence[Ask], hints: Sequence[Ask] = ()
         ) -> list[Answer]:
             answers: list[Answer] = []
-            for ask in asks:
+            for ask in (*asks, *hints):
                 self.statement(ask.text)
                 answers += await _ask(database, con, [ask])
-            return answers
+            return answers[: len(asks)]
 
         return one_by_one
 

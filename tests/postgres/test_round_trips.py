@@ -89,12 +89,12 @@ async def test_what_is_written_again_and_again_is_not_planned_anew(store: Store)
         await store.settle([(one.lease, Completed(output="1"))])
 
     plans: dict[str, tuple[int, int]] = {}
-    for con in next(iter(store._database.pools._connections.values())):
-        await con.set_autocommit(True)
+    pool = await store._database.pools.of_this_loop()
+    made = next(iter(store._database.pools._connections.values()))
+    for con in [await pool.getconn() for _ in made]:  # each of them, also one that has just told others the news
         found = await con.execute("SELECT statement, generic_plans, custom_plans FROM pg_prepared_statements")
-        plans.update(
-            {text: (generic, custom) for text, generic, custom in await found.fetchall() if "durable_run" in text}
-        )
+        plans |= {text: (generic, custom) for text, generic, custom in await found.fetchall() if "durable_run" in text}
+        await pool.putconn(con)
     assert {"WITH dispute", "WITH held", "UPDATE", "INSERT"} == {
         word
         for text in plans

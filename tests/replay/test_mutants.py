@@ -6,6 +6,7 @@ A fuzzer that finds nothing proves nothing unless it finds these.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import sys
@@ -23,6 +24,7 @@ def _broken_code_is_loud(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     logging.disable(logging.CRITICAL)
     yield
+    gc.collect()  # what broken code has left lying about would be just as loud in another test
     logging.disable(logging.NOTSET)
 
 

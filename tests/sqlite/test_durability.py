@@ -40,13 +40,15 @@ async def test_every_writing_transaction_begins_immediate_and_many_calls_share_o
     def look_away(con: sqlite3.Connection, now: int) -> None:
         con.set_trace_callback(None)
 
-    queued = threading.Event()
+    held, queued = threading.Event(), threading.Event()
 
     def hold(con: sqlite3.Connection, now: int) -> None:
+        held.set()
         assert queued.wait(60)  # however quick the disk is, the calls come together
 
     await on_file._database.write(watch)
     holding = asyncio.create_task(on_file._database.write(hold))
+    assert await asyncio.to_thread(held.wait, 60)  # the batch that has it has nothing else
     calls = [asyncio.create_task(on_file.enqueue([new_run()])) for _ in range(40)]
     async with asyncio.timeout(60):
         while on_file._database.core.lane._queue.qsize() < len(calls):
