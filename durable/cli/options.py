@@ -41,8 +41,9 @@ def with_client(
     tenant: str | None = None,
     everybody: bool = False,
     auto_migrate: bool | None = False,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> T:
-    """Open a client for one command, do the work, close it.
+    """Open a client for one command, do the work, close it. `loop_factory`: of another event loop than asyncio's own.
 
     Whoever only looks or acts on what is there makes no tables and changes none: a mistyped path is an error and not a new, empty
     database. None: as it is configured, for those who begin something.
@@ -56,7 +57,8 @@ def with_client(
                 return await work(client.all_tenants())
             return await work(client if tenant is None else client.using(tenant=tenant_named(tenant)))
 
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main())
 
 
 def tenant_named(text: str) -> UUID:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, TypeGuard
 
 import typer
@@ -26,6 +28,15 @@ def pace_the_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(10_000, gc.get_threshold()[0]), 10, 10)
+
+
+def quick_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Of uvloop, where it is installed (extra `uvloop`): a worker needs up to a tenth less processor time on it. None: asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def say_what_is_served(client: durable.Client, url: str | None) -> None:
@@ -95,7 +106,7 @@ def worker(
             max_reclaims=max_reclaims,
         ).run()
 
-    with_client(url, work, tenant=tenant, auto_migrate=None)
+    with_client(url, work, tenant=tenant, auto_migrate=None, loop_factory=quick_loop_factory())
 
 
 def _is_function(one: object) -> TypeGuard[durable.Function[..., Any]]:

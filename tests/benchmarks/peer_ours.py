@@ -15,7 +15,7 @@ from common import Peer, probe
 
 import durable
 import durable_postgres  # noqa: F401 -- imports are no part of what is measured, and a store is imported when it is opened
-from durable.cli.work_commands import pace_the_collector
+from durable.cli.work_commands import pace_the_collector, quick_loop_factory
 
 registry = durable.Registry("bench")
 
@@ -71,14 +71,15 @@ class Ours(Peer):  # type: ignore[misc]
         await self.close()
 
     def worker(self, dsn: str, concurrency: int) -> None:
-        pace_the_collector()  # as `durable worker` does
+        pace_the_collector()  # this, and the event loop, as `durable worker` does
 
         async def run() -> None:
             probe.start()
             async with durable.Client(dsn) as client:
                 await durable.Worker(client, queues=["bench"], concurrency=concurrency, functions=registry).run()
 
-        asyncio.run(run())
+        with asyncio.Runner(loop_factory=quick_loop_factory()) as runner:
+            runner.run(run())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,15 @@ async def price(sku: str) -> int:
     return len(sku)
 
 
+async def _loop_of_a_step() -> str:
+    return type(asyncio.get_running_loop()).__module__.partition(".")[0]
+
+
+@durable.function
+async def which_loop(ctx: durable.Context) -> str:
+    return await ctx.step(_loop_of_a_step)
+
+
 @durable.function
 async def quote(ctx: durable.Context, sku: str, count: int = 1) -> int:
     return count * await ctx.step(price, sku)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pty
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from durable.cli import demo_steps, main
-from durable.cli.work_commands import pace_the_collector
+from durable.cli.work_commands import pace_the_collector, quick_loop_factory
 from durable.function import default_registry
 
 HERE = Path(__file__).parent
@@ -171,6 +172,18 @@ def test_a_workers_process_looks_for_circles_of_references_less_often_and_never_
             assert gc.get_threshold()[0] == kept
     finally:
         gc.set_threshold(*before)
+
+
+def test_a_worker_runs_on_uvloop_where_that_is_installed(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = "uvloop" if importlib.util.find_spec("uvloop") is not None else "asyncio"
+    worker = shell.process("worker", "shop")
+    try:
+        assert shell("start", "shop:which_loop", "--wait")[0]["result"] == wanted
+    finally:
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(30) == 0
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert quick_loop_factory() is None
 
 
 def test_purge_and_audit(shell: Shell) -> None:
