@@ -34,14 +34,53 @@ _CLEAN: Final = """
 (r.cancel_requested_at IS NULL OR r.cancel_refused_at IS NOT NULL OR r.replay_family IS NOT NULL)
     AND (r.deadline_at IS NULL OR r.deadline_at > now() OR r.compensating)
 """
-# The heads of each queue, over all routes: locked where they are free.
-_OF_QUEUE: Final = f"""
-SELECT h.* FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
-    SELECT r.run_id, r.priority, r.submitted, {{more}} FROM durable_run AS r
-    WHERE {{which}}r.queue = {{queue}} AND {ROUTE} = n.route AND {READY}
-    ORDER BY r.priority DESC, r.submitted LIMIT {{room}} FOR NO KEY UPDATE SKIP LOCKED) AS h
-ORDER BY h.priority DESC, h.submitted LIMIT {{room}}
+_LOCKED: Final = "FOR NO KEY UPDATE SKIP LOCKED"
+
+
+def _of_queue(more: Mapping[str, str], *, which: str, queue: str, room: str, locked: str = _LOCKED) -> str:
+    """The heads of one queue over all routes, in order: locked where they are free, and the rest passed over.
+
+    Each route is read as far as its part of the room. Whoever's last row stands among the heads may have others in front of theirs, and is
+    read on, by its part of the places behind that row, until there is none: so what is looked at does not grow with the routes.
+    """
+    head = ("run_id", "priority", "submitted", *more)
+    asked = ", ".join(f"{text} AS {name}" for name, text in more.items())
+
+    def free(route: str, share: str, beyond: str = "") -> str:
+        return f"""
+SELECT r.run_id, r.priority, r.submitted, {asked} FROM durable_run AS r
+WHERE {which}r.queue = {queue} AND {ROUTE} = {route} AND {READY}{beyond} ORDER BY r.priority DESC, r.submitted LIMIT {share} {locked}
 """
+
+    # Of a function's two routes, one is rarely used. Who gave as many as the whole room has nothing more to say.
+    first = f"((2 * {room} - 1) / greatest(2, cardinality($1::text[])) + 1)"
+    further = f"(({room} - o.place - 1) / o.open_routes + 1)"
+    # Which one is the last is asked of the rows as they are locked: a submit that joins one may have raised its priority since the scan.
+    order = "ORDER BY f.priority DESC, f.submitted"
+    # Two scans, since none goes down by the one and up by the other column from a row on; the second begins where the first has ended.
+    later = free("o.route", further, " AND r.priority = o.priority AND r.submitted > o.submitted")
+    lower = free("o.route", further, " AND r.priority < o.priority")
+    return f"""
+WITH RECURSIVE look AS (
+    SELECT 1 AS round, n.route, h.* FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
+        SELECT f.*, row_number() OVER ({order}) = {first} AS goes_on FROM ({free("n.route", first)}) AS f) AS h
+    UNION ALL
+    SELECT o.round + 1, o.route, h.* FROM (
+        SELECT p.*, count(*) FILTER (WHERE p.open) OVER () AS open_routes FROM (
+            SELECT l.*, row_number() OVER w AS place, l.goes_on AND row_number() OVER w < {room} AS open FROM look AS l
+            WHERE {first} < {room} WINDOW w AS (ORDER BY l.priority DESC, l.submitted)) AS p
+        WHERE p.place <= {room}) AS o
+    CROSS JOIN LATERAL (
+        SELECT {", ".join(f"o.{name}" for name in head)}, false
+        UNION ALL
+        SELECT f.*, row_number() OVER ({order}) = {further} FROM (
+            SELECT * FROM ({later}) AS a UNION ALL SELECT * FROM ({lower}) AS b LIMIT {further}) AS f WHERE o.open) AS h
+    WHERE o.open_routes > 0)
+SELECT {", ".join(f"l.{name}" for name in head)} FROM look AS l WHERE l.round = (SELECT max(l.round) FROM look AS l)
+ORDER BY l.priority DESC, l.submitted LIMIT {room}
+"""
+
+
 # Whose runs: everybody's, the untagged, or one tenant's, who is the last parameter.
 _WHOSE: Final = {
     "all": "",
@@ -56,23 +95,26 @@ WITH dispute AS MATERIALIZED (
         EXISTS (SELECT 1 FROM durable_run AS r WHERE r.lease_owner = $4 AND r.status = 'running') AS held),
 heads AS MATERIALIZED (
     SELECT o.run_id, o.clean FROM unnest($2::text[], $3::integer[]) WITH ORDINALITY AS q (queue, room, place) CROSS JOIN LATERAL (
-        {_OF_QUEUE.format(more=f"{_CLEAN} AS clean", which=which.format("$10"), queue="q.queue", room="q.room")}) AS o
+        {_of_queue({"clean": _CLEAN}, which=which.format("$10"), queue="q.queue", room="q.room")}) AS o
     WHERE NOT (SELECT d.ruled OR d.held FROM dispute AS d) ORDER BY q.place, o.priority DESC, o.submitted LIMIT $7),
 taken AS (
-    UPDATE durable_run AS r SET {_TAKEN} FROM heads WHERE r.run_id = heads.run_id AND heads.clean RETURNING {RUN_COLUMNS})
+    UPDATE durable_run AS r SET {_TAKEN} WHERE r.run_id = ANY (ARRAY(SELECT h.run_id FROM heads AS h WHERE h.clean))
+    RETURNING {RUN_COLUMNS})
 SELECT d.ruled, d.held, EXISTS (SELECT 1 FROM heads AS h WHERE NOT h.clean), r.* FROM dispute AS d LEFT JOIN taken AS r ON true
 """
     for whose, which in _WHOSE.items()
 }
 # What is asked of a head: which limits count for it, and whether it ends here.
-_ASKED: Final = """
-r.name, r.queue, r.tenant_id, r.concurrency_key, r.cancel_requested_at, r.cancel_refused_at, r.replay_family, r.deadline_at, r.compensating,
-    r.cancel_reason
-"""
-_HEAD: Final = f"r.run_id, r.priority, r.submitted, {_ASKED}"
+_ASKED: Final = {
+    column: f"r.{column}"
+    for column in (
+        "name", "queue", "tenant_id", "concurrency_key", "cancel_requested_at", "cancel_refused_at", "replay_family", "deadline_at",
+        "compensating", "cancel_reason",
+    )
+}  # fmt: skip
+_HEAD: Final = ", ".join(("r.run_id", "r.priority", "r.submitted", *_ASKED.values()))
 HEADS: Final = {
-    whose: _OF_QUEUE.format(more=_ASKED, which=which.format("$4"), queue="$2", room="$3")
-    for whose, which in _WHOSE.items()
+    whose: _of_queue(_ASKED, which=which.format("$4"), queue="$2", room="$3") for whose, which in _WHOSE.items()
 }
 # Whose turn it is: the first tenant from here on that has something ready, then the next one, each by a look at the index.
 _LIVE_ROUTES: Final = f"""
@@ -97,12 +139,8 @@ SELECT turn.tenant_id FROM turn WHERE turn.tenant_id IS NOT NULL ORDER BY turn.p
 # The untagged among the first of the queue: only they are locked.
 FRONT: Final = f"""
 SELECT {_HEAD} FROM durable_run AS r WHERE {READY} AND r.run_id = ANY (ARRAY(
-    SELECT o.run_id FROM (
-        SELECT h.run_id, h.tenant_id FROM unnest($1::text[]) AS n (route) CROSS JOIN LATERAL (
-            SELECT r.run_id, r.tenant_id, r.priority, r.submitted FROM durable_run AS r
-            WHERE r.queue = $2 AND {ROUTE} = n.route AND {READY} ORDER BY r.priority DESC, r.submitted LIMIT $3) AS h
-        ORDER BY h.priority DESC, h.submitted LIMIT $3) AS o
-    WHERE o.tenant_id IS NULL)) ORDER BY r.priority DESC, r.submitted FOR NO KEY UPDATE SKIP LOCKED
+    SELECT o.run_id FROM ({_of_queue({"tenant_id": "r.tenant_id"}, which="", queue="$2", room="$3", locked="")}) AS o
+    WHERE o.tenant_id IS NULL)) ORDER BY r.priority DESC, r.submitted {_LOCKED}
 """
 HEADS_ALONE: Final = f"""
 SELECT {_HEAD} FROM durable_run AS r

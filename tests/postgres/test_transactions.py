@@ -88,10 +88,11 @@ async def test_the_callers_statements_are_planned_as_ever(scene: Scene) -> None:
 
     async def pay(con: Any) -> Any:
         found.append(await (await con.execute("SHOW plan_cache_mode")).fetchone())
+        found.append(await (await con.execute("SHOW jit")).fetchone())
         return record
 
     await scene.store.transaction(held.lease, pay, timeout=SECOND)
-    assert found == [("auto",)]
+    assert found == [("auto",), ("on",)]
 
 
 async def test_savepoints_undo_a_part(database: Database, table: None, scene: Scene) -> None:
