@@ -399,8 +399,8 @@ class Database:
 
 @contextmanager
 def _gathering(pipeline: AsyncPipeline) -> Iterator[None]:
-    """Statements are buffered, and go out together when the pipeline ends. By itself the driver waits for the socket once for each: that
-    is half of what a round trip costs here. Where the driver does not know this method any more, nothing changes but the cost."""
+    """Statements are buffered, and go out together when the pipeline ends. By itself the driver waits for the socket once for each. Where
+    it does not know this method any more, nothing changes but the cost."""
 
     def into_the_buffer() -> PQGen[None]:
         while pipeline.command_queue:

@@ -2,8 +2,8 @@
 
 `store.py` calls both. Completed runs of whose end nobody is told go first, in one round trip (`landing.complete_alone`). The rest is one
 transaction: it locks the runs with their families, in order; terminal outcomes go through the landing, first; suspensions come last,
-each against the wakes that the others of its batch have made. A renewal waits for nobody: a row
-that a commit under way holds is `unknown`.
+each against the wakes that the others of its batch have made. A renewal waits for nobody: a row that a commit under way holds is
+`unknown`.
 """
 
 from __future__ import annotations

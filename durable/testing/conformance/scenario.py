@@ -21,6 +21,7 @@ from durable.model import (
     Failure,
     HandedBack,
     Inbox,
+    Instant,
     NewRecord,
     NewRun,
     NewSignal,
@@ -300,6 +301,11 @@ class Scene:
             "queues": [_plain(row) for row in await self.store.queues(scope=ALL)],
             "workers": [_plain(row) for row in await self.store.workers(scope=ALL)],
         }
+
+    def since(self, before: Instant, instant: Instant) -> bool:
+        """Does it lie between that look at the store's clock and now? However long that took; a client's idea of a server's clock may be
+        off by a second."""
+        return before - SECOND < instant < self.store.clock() + SECOND
 
 
 def _plain(value: Any) -> dict[str, Any]:

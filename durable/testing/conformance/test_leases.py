@@ -26,8 +26,11 @@ async def lapse_and_sweep(scene: Scene, run_id: str, times: int) -> None:
 async def test_a_renewal_prolongs_all_leases_from_now(scene: Scene) -> None:
     held = [await scene.take() for _ in range(3)]
     await scene.later(LEASE // 2)
+    before = scene.store.clock()
     answers = await scene.store.renew([Renewal(lease=one.lease) for one in held], lease=LEASE)
     assert [(answer.state, answer.cancel_requested) for answer in answers] == [("held", False)] * 3
+    for one in held:
+        assert scene.since(before, ((await scene.get(one.run.run_id)).leased_until or 0) - LEASE)
     await scene.later(LEASE * 2 // 3)
     assert list((await scene.sweep()).returned) == []
     await scene.later(LEASE // 2)
