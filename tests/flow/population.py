@@ -48,10 +48,10 @@ async def tick(ctx: durable.Context) -> None:
     note("tick", int(ctx.scheduled_for.timestamp()), ctx.run_id)
 
 
-async def stay(length: float) -> None:
-    """So many seconds, and until the bodies are let go."""
+async def stay(length: float, held: bool) -> None:
+    """So many seconds, and, if it is held with them, until the bodies are let go."""
     await asyncio.sleep(length)
-    while _hold.exists():
+    while held and _hold.exists():
         await asyncio.sleep(0.01)
 
 
@@ -60,7 +60,8 @@ async def limited(ctx: durable.Context, key: str, length: float) -> None:
     """Holds its permits for a while. It waits in a step, since a body at rest gives them back."""
     note("start", ctx.run_id, key)
     try:
-        await ctx.step(stay, length)
+        # What starts at a rate is not held: without a limit it would fill every slot before a limited run is begun.
+        await ctx.step(stay, length, key != RATED)
     finally:
         note("end", ctx.run_id, key)
 
