@@ -206,7 +206,7 @@ class Execution:
             seen=call.seen,
             digest=call.digest,
             result=value_envelope(plain.write({"next_at": again, "error": data})),
-            floor=self.host.body.now,
+            floor=max(self.host.body.now, self.host.journal.attempted_at + 1),
         )
         call.recording = True  # the row is on its way: a cancel waits for it
         try:

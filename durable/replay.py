@@ -277,7 +277,7 @@ class Journal:
     is all that counts (R13).
     """
 
-    __slots__ = ("_attempts", "_landed", "_open", "by_id", "cursor", "records", "replayed", "tries")
+    __slots__ = ("_attempts", "_landed", "_open", "attempted_at", "by_id", "cursor", "records", "replayed", "tries")
 
     def __init__(self, history: Sequence[StepRecord]) -> None:
         self.records: list[StepRecord] = sorted((r for r in history if r.position is not None), key=_position)
@@ -285,6 +285,8 @@ class Journal:
         self.tries: dict[str, tuple[int, Instant]] = {}
         """Per step: how many attempts have failed, and the instant of the next one (24)."""
         self._attempts: dict[str, StepRecord] = {}
+        self.attempted_at: Instant = 0
+        """The stamp of the last attempt row: the next one's is later, also where a clock goes back."""
         for record in history:
             if record.position is None:
                 self.attempted(record)
@@ -338,6 +340,7 @@ class Journal:
         known = self.tries.get(step_id, (0, 0))
         self.tries[step_id] = max(known, (int(number), int(told["next_at"])))
         self._attempts[record.step_id] = record
+        self.attempted_at = max(self.attempted_at, record.at)
 
     def history(self) -> tuple[StepRecord, ...]:
         """All durable records by position, attempt rows last."""

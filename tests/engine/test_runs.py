@@ -17,7 +17,7 @@ from durable import Registry
 from durable.activation import Activation
 from durable.bodyloop import BodyLoop
 from durable.branches import BranchTask
-from durable.model import ErrorKind
+from durable.model import ErrorKind, RecordKind
 from durable.settings import SECOND
 
 declared = Registry("test_runs")
@@ -83,6 +83,16 @@ async def flaky() -> str:
         failures_left -= 1
         raise ConnectionError("no line")
     return "through"
+
+
+@durable.step(retry=durable.Retry(4, initial="1ms"))
+async def fails() -> None:
+    raise ValueError("again")
+
+
+@durable.function(registry=declared)
+async def tries_three_times(ctx: durable.Context) -> None:
+    await ctx.step(fails)
 
 
 @durable.function(registry=declared, retry=durable.Retry(3, initial="1ms"))
@@ -305,6 +315,28 @@ async def test_an_operators_retry_takes_up_where_the_failure_was(client: durable
         with pytest.raises(durable.Conflict):
             await run.retry()
     assert calls == ["add"]
+
+
+async def test_attempts_stay_in_their_order_though_the_clock_of_the_store_goes_back(client: durable.Client) -> None:
+    """Where a stamp is a process's idea of the server's clock, each correction of that may be one backwards."""
+    append = client.store.append
+    ahead = iter((5 * SECOND, 0, 0))
+
+    async def from_a_clock_that_is_corrected(records: Any) -> Any:
+        moved = []
+        for lease, record in records:
+            if record.kind is RecordKind.ATTEMPT:
+                record = dataclasses.replace(record, floor=max(record.floor, client.store.clock() + next(ahead)))
+            moved.append((lease, record))
+        return await append(moved)
+
+    client.store.append = from_a_clock_that_is_corrected  # type: ignore[method-assign]
+    async with worker(client):
+        run = await client.start(tries_three_times)
+        with pytest.raises(durable.RunFailed):
+            await run.result()
+    attempts = [record for record in await client.journal(run.id) if record.kind is RecordKind.ATTEMPT]
+    assert [record.step_id for record in attempts] == ["fails@1", "fails@2", "fails@3"]
 
 
 async def test_an_error_that_the_policy_gives_up_on_is_not_tried_again(client: durable.Client) -> None:
