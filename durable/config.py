@@ -6,8 +6,8 @@
 any of them the store is `sqlite:///durable.db` in the working directory: a file that stays, so that a newcomer's runs survive the
 process.
 
-The backend is found by the URL's scheme among the entry points `durable.backends`; nothing here imports one by name. A password
-never appears in an error or a log, nor does a key; keys are not read from a file, which people commit.
+The backend is found by the URL's scheme among the entry points `durable.backends`, first those of this package; nothing here imports
+one by name. A password never appears in an error or a log, nor does a key; keys are not read from a file, which people commit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .protocol import Backend, Store
 from .settings import Settings
 
 DEFAULT_URL: Final = "sqlite:///durable.db"
+DISTRIBUTION: Final = "durable-sdk"
 ENTRY_POINTS: Final = "durable.backends"
 _PREFIX: Final = "DURABLE_"
 _SCHEMES: Final = {"postgres": "postgresql", "sqlite3": "sqlite", "mongodb+srv": "mongodb"}
@@ -121,7 +122,9 @@ def backend_for(url: str) -> Backend:
     """The backend of a URL's scheme. Raises ConfigurationError that says what to install."""
     scheme = urllib.parse.urlsplit(url.partition("?")[0]).scheme
     scheme = _SCHEMES.get(scheme, scheme)
-    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    found = _own_backends()
+    if scheme not in found:
+        found |= {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     entry = found.get(scheme)
     if entry is None:
         extra = _EXTRAS.get(scheme)
@@ -142,6 +145,15 @@ def backend_for(url: str) -> Backend:
     if not isinstance(backend, Backend):
         raise ConfigurationError(f"the entry point {entry.value!r} is not a backend: it lacks open() or schema()")
     return backend
+
+
+def _own_backends() -> dict[str, importlib.metadata.EntryPoint]:
+    """Those of this distribution. To look through all that are installed takes longer than to connect."""
+    try:
+        own = importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {entry.name: entry for entry in own.entry_points if entry.group == ENTRY_POINTS}
 
 
 async def open_store(config: Config, *, clock: Callable[[], Instant] | None = None) -> Store:
