@@ -83,13 +83,22 @@ PREAMBLE_LENT: Final = f"SELECT {_LIMITS}, {_DURABLE}"
 NOW: Final = "SELECT now()"
 
 
+class _Pool(AsyncConnectionPool[Lendable]):
+    """Hands out the connection that came back last. By itself a pool hands out the one that has rested longest, so that each of them has
+    to be taught every statement, and their server processes take turns in the caches."""
+
+    async def _get_ready_connection(self, timeout: float | None) -> Lendable | None:
+        self._pool.rotate(1)
+        return await super()._get_ready_connection(timeout)
+
+
 class Pools:
     """The pools of one store, by event loop."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._pools: dict[asyncio.AbstractEventLoop, AsyncConnectionPool[Lendable]] = {}
+        self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
         self._connections: dict[asyncio.AbstractEventLoop, list[Lendable]] = {}
         self._keepers: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._pid = os.getpid()
@@ -105,13 +114,13 @@ class Pools:
                 hint="open the store in the child process (for example in a post-fork hook)",
             )
 
-    async def of_this_loop(self) -> AsyncConnectionPool[Lendable]:
+    async def of_this_loop(self) -> _Pool:
         """The pool of the running loop."""
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         return pool if pool is not None else await self._open(loop)
 
-    async def _open(self, loop: asyncio.AbstractEventLoop) -> AsyncConnectionPool[Lendable]:
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> _Pool:
         self.guard()
         self._forget_ended()
         made: list[Lendable] = []
@@ -122,7 +131,7 @@ class Pools:
             made[:] = [other for other in made if not other.closed]
             made.append(con)
 
-        pool: AsyncConnectionPool[Lendable] = AsyncConnectionPool(
+        pool = _Pool(
             self._address.conninfo,
             connection_class=Lendable,
             kwargs={"autocommit": True, "row_factory": tuple_row},
@@ -170,7 +179,7 @@ class Pools:
                 con.pgconn.finish()
 
 
-async def _keep(pool: AsyncConnectionPool[Lendable]) -> None:
+async def _keep(pool: _Pool) -> None:
     """Close the pool when this task is cancelled: by the store, or by a loop that ends with all its tasks, as that of a renewal thread
     does. The tasks of a pool do not end with their loop by themselves."""
     try:

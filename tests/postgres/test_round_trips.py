@@ -104,6 +104,19 @@ async def test_what_is_written_again_and_again_is_not_planned_anew(store: Store)
     assert all(generic > 0 and custom == 0 for generic, custom in plans.values()), plans
 
 
+async def test_the_connection_that_came_back_last_is_the_next_one(store: Store) -> None:
+    """What it has prepared and what its server process has in its caches is used again, and the others may rest."""
+    pool = await store._database.pools.of_this_loop()
+    made = [await pool.getconn() for _ in range(3)]
+    for con in made:
+        await pool.putconn(con)
+    for _ in range(2):
+        async with pool.connection() as con:
+            assert con is made[-1]
+            async with pool.connection() as beside:
+                assert beside is made[-2]
+
+
 async def test_one_lost_fence_in_a_batch_is_told_and_the_others_are_written(scene: Scene) -> None:
     store = scene.store
     await scene.submit()
