@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from psycopg import adapt, pq
-from psycopg.abc import AdaptContext, Buffer
+from psycopg import adapt, adapters, pq
+from psycopg.abc import AdaptContext, Buffer, DumperKey, PyFormat
 from psycopg.types.array import ListBinaryDumper
 
 from durable.model import Instant
@@ -21,12 +22,16 @@ TIMESTAMPTZ: Final = 1184
 INTERVAL: Final = 1186
 JSON: Final = 114
 JSONB: Final = 3802
+TEXT: Final = 25
+SMALL: Final = 21
 EPOCH: Final = 946_684_800_000_000
 """2000-01-01 in microseconds of ours: the server counts from there."""
 DAY: Final = 86_400_000_000
 _TOKENS: Final = re.compile(r'("(?:[^"\\]|\\.)*")|([,:]) ')
 _WIDE: Final = struct.Struct("!q")
 _SPAN: Final = struct.Struct("!qii")
+_HEAD: Final = struct.Struct("!IIIII")
+_LENGTH: Final = struct.Struct("!I")
 _EARLIEST: Final = -211_813_488_000_000_000 + EPOCH
 _LATEST: Final = 9_223_371_331_200_000_000 - 1
 """What timestamptz can hold; what lies beyond is stored as its end, which no clock reaches."""
@@ -107,6 +112,54 @@ class _JsonLoader(adapt.Loader):
         return compact(bytes(data).decode())
 
 
+class _ListDumper(ListBinaryDumper):
+    """As the driver's own, byte for byte. But a list of texts, of instants or of small integers is what batches consist of: it is written
+    in one go, not item by item. Whatever else a list may hold is left to the driver."""
+
+    def get_key(self, obj: list[Any], format: PyFormat) -> DumperKey:
+        """What lists of its kind have in common."""
+        return (self.cls, str) if obj and type(obj[0]) is str and not self.oid else super().get_key(obj, format)
+
+    def dump(self, obj: list[Any]) -> Buffer | None:
+        """The list as the server reads it."""
+        packed = _PACKED.get(type(self.sub_dumper))
+        if packed is not None and obj:
+            try:
+                return packed(obj)
+            except (AttributeError, TypeError, struct.error):
+                pass  # there is a NULL, or not what it is taken for: the driver says so
+        return super().dump(obj)
+
+
+def _texts(items: list[str]) -> bytes:
+    encoded = [item.encode() for item in items]
+    data = [_HEAD.pack(1, 0, TEXT, len(items), 1)] * (2 * len(items) + 1)
+    data[1::2] = map(_LENGTH.pack, map(len, encoded))
+    data[2::2] = encoded
+    return b"".join(data)
+
+
+def _instants(items: list[int]) -> bytes:
+    if min(items) < _EARLIEST or max(items) > _LATEST:
+        items = [max(min(item, _LATEST), _EARLIEST) for item in items]
+    values = [8] * (2 * len(items))
+    values[1::2] = [item - EPOCH for item in items]
+    return _HEAD.pack(1, 0, TIMESTAMPTZ, len(items), 1) + struct.pack("!" + "iq" * len(items), *values)
+
+
+def _small(items: list[int]) -> bytes:
+    values = [2] * (2 * len(items))
+    values[1::2] = items
+    return _HEAD.pack(1, 0, SMALL, len(items), 1) + struct.pack("!" + "ih" * len(items), *values)
+
+
+_PACKED: Final[dict[type[Any], Callable[[list[Any]], bytes]]] = {
+    adapters.get_dumper_by_oid(TEXT, pq.Format.BINARY): _texts,
+    adapters.get_dumper_by_oid(SMALL, pq.Format.BINARY): _small,
+    _AtDumper: _instants,
+}
+
+
 class Adapts(Protocol):
     """A connection or a cursor."""
 
@@ -118,14 +171,14 @@ class Adapts(Protocol):
 
 def teach(target: Adapts | AdaptContext) -> None:
     """Let a connection or a cursor speak as described above."""
-    adapters: Any = target.adapters
-    adapters.register_dumper(At, _AtDumper)
-    adapters.register_dumper(Span, _SpanDumper)
-    adapters.register_dumper(list, ListBinaryDumper)  # what is in a list is asked for in binary, too
-    adapters.register_loader(TIMESTAMPTZ, _InstantLoader)
-    adapters.register_loader(INTERVAL, _SpanLoader)
-    adapters.register_loader(JSONB, _JsonbLoader)
-    adapters.register_loader(JSON, _JsonLoader)
+    own: Any = target.adapters
+    own.register_dumper(At, _AtDumper)
+    own.register_dumper(Span, _SpanDumper)
+    own.register_dumper(list, _ListDumper)  # what is in a list is asked for in binary, too
+    own.register_loader(TIMESTAMPTZ, _InstantLoader)
+    own.register_loader(INTERVAL, _SpanLoader)
+    own.register_loader(JSONB, _JsonbLoader)
+    own.register_loader(JSON, _JsonLoader)
 
 
 __all__ = ["At", "Span", "at", "compact", "span", "teach"]

@@ -155,19 +155,22 @@ def _holds(row: Row, lease: Lease) -> bool:
 
 def _arrays(records: Sequence[Entry]) -> tuple[list[Any], ...]:
     fences = sorted({(lease.run_id, lease.attempts, lease.mark) for lease, _ in records})
-    columns: tuple[list[Any], ...] = tuple([] for _ in range(12))
-    for lease, record in records:
-        values = (
-            lease.run_id, record.step_id, str(record.kind), record.position, record.seen, record.digest, At(record.floor),
-            at(record.started_at), record.signal_seq, record.result, lease.mark, lease.attempts,
-        )  # fmt: skip
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
     return (
         [run_id for run_id, _, _ in fences],
         [attempts for _, attempts, _ in fences],
         [mark for *_, mark in fences],
-        *columns,
+        [lease.run_id for lease, _ in records],
+        [record.step_id for _, record in records],
+        [str(record.kind) for _, record in records],
+        [record.position for _, record in records],
+        [record.seen for _, record in records],
+        [record.digest for _, record in records],
+        [At(record.floor) for _, record in records],
+        [at(record.started_at) for _, record in records],
+        [record.signal_seq for _, record in records],
+        [record.result for _, record in records],
+        [lease.mark for lease, _ in records],
+        [lease.attempts for lease, _ in records],
     )
 
 
