@@ -307,6 +307,8 @@ class Lease:
     mark: str
     linked: bool = dataclasses.field(default=False, compare=False)
     """A hint of the store that gave it: somebody is told when the run ends (a parent, the next in line, a schedule, a limit)."""
+    permits: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """The same of a store that knows by the permits alone who is told, and nobody else is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,6 +35,8 @@ ROUTES: Final = 180
 FURTHEST: Final = 16
 """How many times more heads than it needs a claimer looks at, where it meets others."""
 _ORDER: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
+# By what heads are sorted, and what scopes they are in.
+_HEAD: Final = ("priority", "submitted", "tenant_id", "queue", "name", "concurrency_key")
 _READY: Final = {"status": "pending", "ready": True}
 # An ask and no record (45), or past its deadline (12): such runs end at a claim.
 _ENDING: Final = (
@@ -61,9 +63,7 @@ class Claims:
         A run whose document or journal can not be read never strands its batch: it lands failed, kind payload (9).
         """
         one = _Claim(self, request)
-        rows = await self._database.plain(one.take)
-        if rows is None:
-            rows = await self._database.write(one.take_in_transaction)
+        rows = await self._database.write(one.take_in_transaction, in_line=True, look=one.take)
         return await self._handed_out(rows)
 
     async def _handed_out(self, rows: Sequence[Document]) -> list[Claimed]:
@@ -83,6 +83,7 @@ class Claims:
                     attempts=run.attempts,
                     mark=run.lease_owner or "",
                     linked=bool(row.get("linked")),
+                    permits=tuple(row.get("permits", ())),
                 )
                 claimed.append(Claimed(lease=lease, run=run, history=tuple(in_order(journals.get(run.run_id, ())))))
             except Damaged:
@@ -101,6 +102,8 @@ class _Claim:
         self._routes = routes(request)
         self._mine = False
         """Whether this call has written the row of its mark."""
+        self._scopes: frozenset[str] = frozenset()
+        """The rows of flow control that may count for the heads that the last look found."""
 
     # -- without limits ----------------------------------------------------------------------------------------------------
 
@@ -115,11 +118,14 @@ class _Claim:
         )
         if before or request.limit < 1:
             return before
-        if ruled or alone:
-            return None
         chosen = self._choose(found, ())
-        if not chosen:
+        if not (chosen or alone):
             return []
+        if ruled or alone:
+            self._scopes = frozenset(
+                queue_id for rows in (alone, *found) for row in rows for queue_id, _ in flow.scopes_of(row)
+            )
+            return None
         self._mine = self._mine or await _first_of_its_mark(work, request.mark, chosen)
         if not self._mine:  # another call has this mark: do what it is about to do, which is done once
             return await self._as_the_first(work)
@@ -227,13 +233,11 @@ class _Claim:
 
     async def take_in_transaction(self, work: Work) -> list[Document]:
         """The same where scopes have limits, where a run is to be taken alone, or where heads end here."""
-        before = await held(work, self._request.mark)
-        if before:
-            return before
+        await flow.lock_first(work, self._scopes)
         # The row of the mark is written here too: of two claims with one mark the second finds it, and what the first holds.
         row = {"_id": ticket(self._request.mark)}
         if await work.change_one("durable_permit", row, {"$set": {"at": stored(work.now)}}, upsert=True):
-            return []
+            return await held(work, self._request.mark)
         return await self._take_with_care(work)
 
     async def _take_with_care(self, work: Work) -> list[Document]:
@@ -284,9 +288,13 @@ class _Claim:
         by_permits: dict[tuple[str, ...], list[str]] = {}
         for run_id, texts in permits.items():
             by_permits.setdefault(tuple(texts), []).append(run_id)
-        for texts, ids in by_permits.items():
-            where = {"_id": {"$in": ids}, "status": "pending"}
-            await work.change_many("durable_run", where, taken(work, self._request, permits=texts))
+        await work.change_groups(
+            "durable_run",
+            [
+                ({"_id": {"$in": ids}, "status": "pending"}, taken(work, self._request, permits=texts))
+                for texts, ids in by_permits.items()
+            ],
+        )
         return len(permits)
 
 
@@ -312,7 +320,7 @@ async def heads(
     found: list[Document] = []
     for part in parts:
         where: Document = {"queue": queue, "route": {"$in": part}, **_READY, **of_scope(scope)}
-        fields = None if whole else ("priority", "submitted")
+        fields = None if whole else _HEAD
         found += await work.find("durable_run", where, fields=fields, sort=_ORDER, limit=limit)
     if len(parts) > 1:
         found.sort(key=_rank)
@@ -371,7 +379,7 @@ def taken(work: Work, request: ClaimRequest, *, permits: Sequence[str] = ()) -> 
     }
     put: dict[str, Any] = {"status": "running", "claim_token": request.mark, "claim_family": request.family}
     if permits:
-        put.update(permits=list(permits), linked=True)
+        put["permits"] = list(permits)
     return change(put=put, compute=compute, drop=("ready", "blocked_on", "waiting_for"), ready=False)
 
 

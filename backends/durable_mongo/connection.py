@@ -118,9 +118,16 @@ class Database:
 
     # -- calls -------------------------------------------------------------------------------------------------------------
 
-    async def write(self, operation: Operation[T]) -> T:
-        """Carry out an operation in one transaction, as often as it takes. Its news are told after the commit."""
-        return await self._tried(operation, self._in_transaction)
+    async def write(
+        self, operation: Operation[T], *, in_line: bool = False, look: Operation[T | None] | None = None
+    ) -> T:
+        """Carry out an operation in one transaction, as often as it takes. Its news are told after the commit.
+
+        `in_line`: it writes a document that others of this process write all the time, so it waits for them before it begins, and not
+        only once it has met one. `look` goes before each try, as a plain call: what it answers is the answer, and only where that is
+        None a transaction is begun. Who was sent back mostly finds that others have done what there was to do.
+        """
+        return await self._tried(operation, self._in_transaction, in_line=in_line, look=look)
 
     async def plain(self, operation: Operation[T]) -> T:
         """Carry out an operation whose every write is atomic by itself and may be repeated."""
@@ -133,12 +140,21 @@ class Database:
         """Read everything as of one moment."""
         return await self._tried(operation, self._as_of_one_moment)
 
-    async def _tried(self, operation: Operation[T], once: Callable[[_Home, Operation[T]], Any]) -> T:
+    async def _tried(
+        self,
+        operation: Operation[T],
+        once: Callable[[_Home, Operation[T]], Any],
+        *,
+        in_line: bool = False,
+        look: Operation[T | None] | None = None,
+    ) -> T:
         give_up = time.monotonic() + PATIENCE
-        pause, clashes, met = 0.002, 0, False
+        pause, clashes, met = 0.002, 0, in_line
         while True:
             try:
                 home = await self.home()
+                if look is not None and (seen := await self.plain(look)) is not None:
+                    return seen
                 async with home.turnstile if met else contextlib.nullcontext():
                     with pymongo.timeout(max(give_up - time.monotonic(), 1.0)):
                         if self.clock.stale:

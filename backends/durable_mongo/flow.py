@@ -43,6 +43,11 @@ from .rows import dated, instant, of_scope, sees
 from .times import stored
 
 _FIRST: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
+_HOLDS: Final = {
+    "$or": [{"paused": True}, {"max_concurrency": {"$exists": True}}, {"rate_count": {"$exists": True}}],
+}
+COUNTED_TOGETHER: Final = 100
+"""Permits at the most that a look at several scopes reads: each is a document, where the count of one scope reads the index alone."""
 # A run that lapsed twice in a row goes back to be taken alone (15), not into the index of what is ready.
 UNBLOCK: Final = change(compute={"blocked_on": only_if({"$gte": ["$reclaims", 2]}, ALONE)})
 
@@ -83,11 +88,22 @@ async def _rules(work: Work, queue_ids: Iterable[str]) -> dict[str, Rule]:
 
 
 async def _lock(work: Work, in_flight: Mapping[str, Any]) -> None:
-    """Write these rows, in order: whoever else counts in them meanwhile is before or behind this transaction. With each goes what it says
-    of its permits from now on."""
-    for queue_id in sorted(in_flight):
-        stage = {"$set": {"turn": plus("turn", 1), "in_flight": in_flight[queue_id]}}
-        await work.change_one("durable_queue", {"_id": queue_id}, [stage])
+    """Write these rows: whoever else counts in them meanwhile is before or behind this transaction. With each goes what it says of its
+    permits from now on."""
+    await work.change_each(
+        "durable_queue", [({"_id": queue_id}, _turn(said)) for queue_id, said in sorted(in_flight.items())]
+    )
+
+
+def _turn(in_flight: Any) -> Change:
+    return [{"$set": {"turn": plus("turn", 1), "in_flight": in_flight}}]
+
+
+async def lock_first(work: Work, queue_ids: Iterable[str]) -> None:
+    """Write the rows that hold something, of these that there may be, as the first thing that a transaction does: who meets another one
+    there is sent back before it has done anything, and who is let through is not sent back any more."""
+    if ids := sorted(set(queue_ids)):
+        await work.change_many("durable_queue", {"_id": {"$in": ids}, **_HOLDS}, _turn(_without(0)))
 
 
 def _at_most(number: Any) -> Document:
@@ -152,20 +168,32 @@ async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[st
         passed_over.update((rule.queue_id, text) for rule, text in pairs if text != full)
     await work.change_each("durable_run", blocked)
     await _write_buckets(work, rules.values())
-    for (queue_id, text), count in passed_over.items():
-        # The place that it did not take in its other scopes goes to the next that waits there.
-        if rules[queue_id].room(work.now, text):
-            await _unblock(work, text, count)
+    # The place that it did not take in its other scopes goes to the next that waits there.
+    places = {text: count for (queue_id, text), count in passed_over.items() if rules[queue_id].room(work.now, text)}
+    await let_in(work, places)
     return admitted
 
 
 async def _look(work: Work, scopes: Iterable[Wanted]) -> None:
     """How many are in flight in each, at most: as its row says, or counted where that leaves no room for all."""
-    for one in scopes:
-        known = one.rule.newest.get(one.text)
-        if known is None or not one.fits(known.in_flight):
-            count = await work.count("durable_run", {"permits": one.text}, most=one.limit)
-            one.rule.newest[one.text] = Permit(one.text, 0, count)
+    silent = [
+        one for one in scopes if (known := one.rule.newest.get(one.text)) is None or not one.fits(known.in_flight)
+    ]
+    counts = await _counted(work, silent)
+    for one in silent:
+        one.rule.newest[one.text] = Permit(one.text, 0, counts[one.text])
+
+
+async def _counted(work: Work, scopes: Sequence[Wanted]) -> dict[str, int]:
+    """Permits that are out, of each no further than its limit. Those of a few small scopes, as of keys, are counted in one look."""
+    most = sum(one.limit for one in scopes)
+    if len(scopes) > 1 and most <= COUNTED_TOGETHER:
+        where = {"permits": {"$in": [one.text for one in scopes]}}
+        rows = await work.find("durable_run", where, fields=["permits"], limit=most + 1)
+        if len(rows) <= most:  # otherwise a limit was lowered, and this may not be all of every scope
+            found = Counter(text for row in rows for text in row["permits"])
+            return {one.text: found[one.text] for one in scopes}
+    return {one.text: await work.count("durable_run", {"permits": one.text}, most=one.limit) for one in scopes}
 
 
 def _taken(scopes: Iterable[Wanted]) -> dict[str, Any]:
@@ -191,22 +219,26 @@ async def release(work: Work, rows: Iterable[Document]) -> None:
     """Runs have left `running`, and their permits with it: as many of those that wait for them are ready, by priority and `submitted`
     (73, 74). `rows` are as they were before."""
     freed = Counter(text for row in rows for text in row.get("permits", ()))
-    if freed:
-        of_rows = Counter({rule_of(text): 0 for text in freed})
-        of_rows.update({rule_of(text): count for text, count in freed.items() if not is_spread(text)})
-        await _lock(work, {queue_id: _without(count) for queue_id, count in of_rows.items()})
-        for text, count in sorted(freed.items()):
-            await _unblock(work, text, count)
+    await give_back(work, freed)
+    await let_in(work, freed)
 
 
-async def _unblock(work: Work, text: str, count: int) -> int:
-    rows = await work.find(
-        "durable_run", {"status": "pending", "blocked_on": text}, fields=["queue"], sort=_FIRST, limit=count
-    )
+async def give_back(work: Work, freed: Mapping[str, int]) -> None:
+    """So many permits of each scope are given back in this transaction."""
+    of_rows = Counter({rule_of(text): 0 for text in freed})
+    of_rows.update({rule_of(text): count for text, count in freed.items() if not is_spread(text)})
+    await _lock(work, {queue_id: _without(count) for queue_id, count in of_rows.items()})
+
+
+async def let_in(work: Work, places: Mapping[str, int]) -> int:
+    """So many of those that wait for each of these scopes are ready, by priority and `submitted`; how many there were."""
+    rows: list[Document] = []
+    for text, count in sorted(places.items()):
+        waiting = {"status": "pending", "blocked_on": text}
+        rows += await work.find("durable_run", waiting, fields=["queue"], sort=_FIRST, limit=count)
     if rows:
-        await work.change_many(
-            "durable_run", {"_id": {"$in": [row["_id"] for row in rows]}, "blocked_on": text}, UNBLOCK
-        )
+        where = {"_id": {"$in": [row["_id"] for row in rows]}, "blocked_on": {"$in": list(places)}}
+        await work.change_many("durable_run", where, UNBLOCK)
     for queue in {row["queue"] for row in rows}:
         work.announce(f"queue:{queue}")
     return len(rows)
@@ -363,7 +395,7 @@ async def _fill(work: Work, rule: Rule | None, text: str, limit: int) -> int:
         if room > 0 and rule.record.max_concurrency is not None:
             await _look(work, [Wanted(rule, text, room)])
             room = rule.room(work.now, text, room)
-    return await _unblock(work, text, room) if room > 0 else 0
+    return await let_in(work, {text: room}) if room > 0 else 0
 
 
 # -- the nets ---------------------------------------------------------------------------------------------------------------
@@ -431,13 +463,18 @@ __all__ = [
     "admit",
     "free",
     "gates",
+    "give_back",
     "head_of",
+    "let_in",
+    "lock_first",
     "next_in_sequence",
     "queues",
     "refill",
     "release",
+    "rule_of",
     "ruled",
     "rules_of",
+    "scopes_of",
     "seen_from",
     "set_queue",
     "take_late",

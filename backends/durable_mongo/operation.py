@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import pymongo
 from bson.codec_options import CodecOptions, DatetimeConversion
-from pymongo import ReadPreference, UpdateOne
+from pymongo import ReadPreference, UpdateMany, UpdateOne
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
@@ -196,6 +196,16 @@ class Work:
         if not changes:
             return 0
         writes = [UpdateOne(where, change, hint=_hint(where)) for where, change in changes]
+        answer = await self._tables[table].bulk_write(writes, ordered=False, session=self._session)
+        return int(answer.matched_count)
+
+    async def change_groups(self, table: str, changes: Sequence[tuple[Where, Change]]) -> int:
+        """Every document of each filter, together; how many matched in all. Inside a transaction alone: it is not repeated."""
+        if len(changes) == 1:
+            return await self.change_many(table, *changes[0])
+        if not changes:
+            return 0
+        writes = [UpdateMany(where, change, hint=_hint(where)) for where, change in changes]
         answer = await self._tables[table].bulk_write(writes, ordered=False, session=self._session)
         return int(answer.matched_count)
 
