@@ -17,7 +17,7 @@ from uuid import UUID
 
 from pymongo.errors import PyMongoError
 
-from durable.flow import Turns, dealt, in_turn
+from durable.flow import Turns, dealt, in_turn, is_queue
 from durable.landing import Ending, damaged, never_recorded, past_deadline
 from durable.model import ALL, Claimed, ClaimRequest, Lease, Scope
 
@@ -30,6 +30,8 @@ from .times import milliseconds, stored
 
 ROUNDS: Final = 8
 """How often a claim looks again after the heads that it found were landed or held back. What then remains, the next claim takes."""
+HELD_BACK: Final = 100
+"""Heads that a round looks at where it finds that the queue is full: none of them is taken, and each is held back once."""
 ROUTES: Final = 180
 """Names (and versions, and families) of one query: beyond 200 the server sorts instead of merging."""
 FURTHEST: Final = 16
@@ -47,6 +49,7 @@ _ENDING: Final = (
     "compensating",
     "cancel_reason",
 )
+_CANDIDATE: Final = (*_HEAD, *_ENDING)
 
 
 class Claims:
@@ -219,7 +222,7 @@ class _Claim:
             "route": {"$in": self._routes},
             **of_scope(request.scope),
         }
-        return await work.find("durable_run", where, sort=_ORDER, limit=1)
+        return await work.find("durable_run", where, fields=_CANDIDATE, sort=_ORDER, limit=1)
 
     async def _land_endings(self, work: Work, ids: Sequence[str]) -> int:
         """Land those that are still there because they end at a claim; how many."""
@@ -246,7 +249,7 @@ class _Claim:
         if request.alone:
             for _ in range(ROUNDS):
                 rows = [row for row in await self._lonely(work) if row["queue"] not in gates.closed]
-                if await self._take_of(work, rows):
+                if (await self._take_of(work, rows, 1))[0]:
                     return await held(work, request.mark)
                 if not rows:
                     break
@@ -259,30 +262,30 @@ class _Claim:
 
     async def _from_queue(self, work: Work, queue: str, room: int, *, fair: bool) -> int:
         """Take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
-        count = 0
+        count, full = 0, False
         for _ in range(ROUNDS):
-            if room - count < 1:
+            left = room - count
+            if left < 1:
                 break
             if fair:
-                rows = await heads_in_turn(work, queue, self._routes, room - count, self._claims.turns.last(queue))
+                rows = await heads_in_turn(work, queue, self._routes, left, self._claims.turns.last(queue))
                 self._claims.turns.served(queue, [row["tenant_id"] for row in rows])
             else:
-                rows = await heads(work, queue, self._routes, self._request.scope, room - count, whole=True)
-            got = await self._take_of(work, rows)
+                most = max(left, HELD_BACK) if full else left
+                rows = await heads(work, queue, self._routes, self._request.scope, most, fields=_CANDIDATE)
+            got, full = await self._take_of(work, rows, left)
             count += got
-            if got == len(rows):
+            if got == len(rows) or (full and count):
                 break
         return count
 
-    async def _take_of(self, work: Work, rows: Sequence[Document]) -> int:
-        """Take of these what may go, at once: the next round counts the permits that are taken here."""
-        return await self._taken(work, await self._admitted(work, rows))
-
-    async def _admitted(self, work: Work, rows: Sequence[Document]) -> dict[str, list[str]]:
-        """Land what ends at a claim; of the rest, those for which every scope has room, with their permits."""
+    async def _take_of(self, work: Work, rows: Sequence[Document], room: int) -> tuple[int, bool]:
+        """Take of these what may go, at once: the next round counts the permits that are taken here. The answer: how many, and whether
+        it is the queue that is full for those that are held back."""
         endings = {row["_id"]: _ending(work, row) for row in rows}
         await landing.land(work, [ending for ending in endings.values() if ending is not None])
-        return await flow.admit(work, [row for row in rows if endings[row["_id"]] is None])
+        permits, full = await flow.admit(work, [row for row in rows if endings[row["_id"]] is None], room)
+        return await self._taken(work, permits), bool(full) and all(map(is_queue, full))
 
     async def _taken(self, work: Work, permits: Mapping[str, Sequence[str]]) -> int:
         by_permits: dict[tuple[str, ...], list[str]] = {}
@@ -313,14 +316,13 @@ def routes(request: ClaimRequest) -> list[str]:
 
 
 async def heads(
-    work: Work, queue: str, wanted: Sequence[str], scope: Scope, limit: int, *, whole: bool = False
+    work: Work, queue: str, wanted: Sequence[str], scope: Scope, limit: int, *, fields: Sequence[str] = _HEAD
 ) -> list[Document]:
     """The first runs of a queue that are ready, by priority and `submitted`."""
     parts = [wanted[start : start + ROUTES] for start in range(0, len(wanted), ROUTES)]
     found: list[Document] = []
     for part in parts:
         where: Document = {"queue": queue, "route": {"$in": part}, **_READY, **of_scope(scope)}
-        fields = None if whole else _HEAD
         found += await work.find("durable_run", where, fields=fields, sort=_ORDER, limit=limit)
     if len(parts) > 1:
         found.sort(key=_rank)
@@ -331,14 +333,17 @@ async def heads_in_turn(work: Work, queue: str, wanted: Sequence[str], room: int
     """The heads of a fair queue: of each tenant in turn, beginning behind the one that was served last. What is read is bounded by the
     tenants and by what is taken, whatever the backlog of one of them (10)."""
     # The untagged have no turn of their own in the index: those at the front of the queue are dealt as one hand.
-    front = await heads(work, queue, wanted, ALL, room, whole=True)
+    front = await heads(work, queue, wanted, ALL, room, fields=_CANDIDATE)
     untagged = [row for row in front if not row["tenant_id"]]
     behind = await _tenants_beyond(work, queue, wanted, last, room) if last else []
     first = await _tenants_beyond(work, queue, wanted, "", room - len(behind))
     tenants = in_turn(last, lambda one, most: (behind if one else first)[:most], room, untagged=bool(untagged))
     share = -(-room // max(1, len(tenants)))
     while True:
-        hands = [await heads(work, queue, wanted, UUID(one), share, whole=True) if one else untagged for one in tenants]
+        hands = [
+            await heads(work, queue, wanted, UUID(one), share, fields=_CANDIDATE) if one else untagged
+            for one in tenants
+        ]
         dealt_out = dealt(hands, room)
         if len(dealt_out) == room or all(len(hand) < share for one, hand in zip(tenants, hands, strict=True) if one):
             return dealt_out

@@ -138,17 +138,18 @@ async def gates(work: Work, request: ClaimRequest) -> Gates:
 # -- what claim and landing call --------------------------------------------------------------------------------------------
 
 
-async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[str]]:
-    """Those that every scope has room for, in order, with the permits that each takes; tokens are spent. The others get `blocked_on` =
-    the scope that is full or paused, and are outside the index of what is ready until it frees (73, 74)."""
+async def admit(work: Work, candidates: Sequence[Document], most: int) -> tuple[dict[str, list[str]], set[str]]:
+    """Those that every scope has room for, in order and so many at the most, with the permits that each takes; tokens are spent. The
+    others get `blocked_on` = the scope that is full or paused, and are outside the index of what is ready until it frees (73, 74).
+    These scopes are the second answer."""
     if not candidates:
-        return {}
+        return {}, set()
     scopes = {row["_id"]: scopes_of(row) for row in candidates}
     found = await _rules(work, (queue_id for pairs in scopes.values() for queue_id, _ in pairs))
     # A row that merely lets tenants take turns is not written: it does not put claims in a line.
     rules = {queue_id: rule for queue_id, rule in found.items() if rule.holds}
     if not rules:
-        return {row["_id"]: [] for row in candidates}
+        return {row["_id"]: [] for row in candidates[:most]}, set()
     limited = {
         run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules]
         for run_id, pairs in scopes.items()
@@ -157,21 +158,26 @@ async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[st
     await _look(work, asked)
     await _lock(work, {queue_id: _without(0) for queue_id in rules} | _taken(asked))
     admitted: dict[str, list[str]] = {}
-    blocked: list[tuple[Where, Change]] = []
+    blocked: dict[str, str] = {}
     passed_over: Counter[tuple[str, str]] = Counter()
     for run_id, pairs in limited.items():
         full = next((text for rule, text in pairs if not rule.room(work.now, text)), None)
+        if full is None and len(admitted) == most:
+            break
         if full is None:
             admitted[run_id] = [permit.scope for rule, text in pairs if (permit := rule.take(text)) is not None]
             continue
-        blocked.append(({"_id": run_id, "status": "pending"}, change(put={"blocked_on": full})))
+        blocked[run_id] = full
         passed_over.update((rule.queue_id, text) for rule, text in pairs if text != full)
-    await work.change_each("durable_run", blocked)
+    await work.change_each(
+        "durable_run",
+        [({"_id": run_id, "status": "pending"}, change(put={"blocked_on": text})) for run_id, text in blocked.items()],
+    )
     await _write_buckets(work, rules.values())
     # The place that it did not take in its other scopes goes to the next that waits there.
     places = {text: count for (queue_id, text), count in passed_over.items() if rules[queue_id].room(work.now, text)}
     await let_in(work, places)
-    return admitted
+    return admitted, set(blocked.values())
 
 
 async def _look(work: Work, scopes: Iterable[Wanted]) -> None:
