@@ -17,7 +17,7 @@ from uuid import UUID
 
 from pymongo.errors import PyMongoError
 
-from durable.flow import Turns, dealt, in_turn, is_queue
+from durable.flow import Gates, Turns, dealt, in_turn, is_queue
 from durable.landing import Ending, damaged, never_recorded, past_deadline
 from durable.model import ALL, Claimed, ClaimRequest, Lease, Scope
 
@@ -105,6 +105,8 @@ class _Claim:
         self._routes = routes(request)
         self._mine = False
         """Whether this call has written the row of its mark."""
+        self._gates = Gates()
+        """What it leaves out whole, and where tenants take turns: as of the last look. What was paused since is held back run by run."""
         self._scopes: frozenset[str] = frozenset()
         """The rows of flow control that may count for the heads that the last look found."""
 
@@ -125,6 +127,11 @@ class _Claim:
         if not (chosen or alone):
             return []
         if ruled or alone:
+            self._gates = await flow.gates(work, request)
+            if not alone and all(
+                queue in self._gates.closed for queue, rows in zip(request.queues, found, strict=True) if rows
+            ):
+                return []
             self._scopes = frozenset(
                 queue_id for rows in (alone, *found) for row in rows for queue_id, _ in flow.scopes_of(row)
             )
@@ -245,7 +252,7 @@ class _Claim:
 
     async def _take_with_care(self, work: Work) -> list[Document]:
         request = self._request
-        gates = await flow.gates(work, request)
+        gates = self._gates
         if request.alone:
             for _ in range(ROUNDS):
                 rows = [row for row in await self._lonely(work) if row["queue"] not in gates.closed]

@@ -37,7 +37,7 @@ Client = AsyncMongoClient[dict[str, Any]]
 
 PATIENCE: Final = 20.0
 """Seconds after which a call that found no answer, or a conflict again and again, is StoreUnavailable. An election takes up to twelve."""
-LONGEST_PAUSE: Final = 0.25
+LONGEST_PAUSE: Final = 0.03
 CLASHES: Final = 4
 """How often a key that was there in the write and not in the read is looked for again."""
 SNAPSHOT: Final = ReadConcern("snapshot")
@@ -149,7 +149,7 @@ class Database:
         look: Operation[T | None] | None = None,
     ) -> T:
         give_up = time.monotonic() + PATIENCE
-        pause, clashes, met = 0.002, 0, in_line
+        pause, clashes, met = 0.004, 0, in_line
         while True:
             try:
                 home = await self.home()
@@ -168,7 +168,7 @@ class Database:
                 if faults.duplicate(error) and clashes < CLASHES:
                     clashes, again = clashes + 1, True
                 met = met or faults.transient(error)
-                if faults.passing(error):
+                if faults.passing(error) and not faults.conflict(error):
                     self.clock.doubt()
                 if not again or time.monotonic() + pause > give_up:
                     raise faults.mapped(error) from error
