@@ -115,6 +115,7 @@ class _Claim:
     async def take(self, work: Work) -> list[Document] | None:
         """The documents of what it holds. None: a limit or a pause may count, or some head must end here: use a transaction."""
         request = self._request
+        await flow.wait_for(work, self._scopes)  # of the last try, which was sent back there
         before, ruled, alone, found = await asyncio.gather(
             held(work, request.mark),
             flow.ruled(work, request),

@@ -37,7 +37,7 @@ Client = AsyncMongoClient[dict[str, Any]]
 
 PATIENCE: Final = 20.0
 """Seconds after which a call that found no answer, or a conflict again and again, is StoreUnavailable. An election takes up to twelve."""
-LONGEST_PAUSE: Final = 0.03
+LONGEST_PAUSE: Final = 0.25
 CLASHES: Final = 4
 """How often a key that was there in the write and not in the read is looked for again."""
 SNAPSHOT: Final = ReadConcern("snapshot")
@@ -149,7 +149,7 @@ class Database:
         look: Operation[T | None] | None = None,
     ) -> T:
         give_up = time.monotonic() + PATIENCE
-        pause, clashes, met = 0.004, 0, in_line
+        pause, clashes, met = 0.002, 0, in_line
         while True:
             try:
                 home = await self.home()
@@ -161,7 +161,8 @@ class Database:
                             await self.greet(home.client)
                         value: T = await once(home, operation)
                 return value
-            except (PyMongoError, OSError, ValueError) as error:
+            except (PyMongoError, OSError, ValueError) as raised:
+                error = raised
                 if isinstance(error, ValueError) and not isinstance(error, UnicodeEncodeError):
                     raise
                 again = faults.transient(error) or faults.passing(error)
@@ -173,7 +174,8 @@ class Database:
                 if not again or time.monotonic() + pause > give_up:
                     raise faults.mapped(error) from error
             await asyncio.sleep(pause * random.random())
-            pause = min(pause * 2, LONGEST_PAUSE)
+            if look is None or not faults.conflict(error):
+                pause = min(pause * 2, LONGEST_PAUSE)
 
     async def greet(self, client: Client) -> Mapping[str, Any]:
         """Ask the primary who it is, and take a sample of its clock."""

@@ -102,8 +102,19 @@ def _turn(in_flight: Any) -> Change:
 async def lock_first(work: Work, queue_ids: Iterable[str]) -> None:
     """Write the rows that hold something, of these that there may be, as the first thing that a transaction does: who meets another one
     there is sent back before it has done anything, and who is let through is not sent back any more."""
-    if ids := sorted(set(queue_ids)):
-        await work.change_many("durable_queue", {"_id": {"$in": ids}, **_HOLDS}, _turn(_without(0)))
+    if where := _holding(queue_ids):
+        await work.change_many("durable_queue", where, _turn(_without(0)))
+
+
+async def wait_for(work: Work, queue_ids: Iterable[str]) -> None:
+    """Wait, outside a transaction, for who is about to count in these rows."""
+    if where := _holding(queue_ids):
+        await work.wait_for("durable_queue", where)
+
+
+def _holding(queue_ids: Iterable[str]) -> Document:
+    ids = sorted(set(queue_ids))
+    return {"_id": {"$in": ids}, **_HOLDS} if ids else {}
 
 
 def _at_most(number: Any) -> Document:
@@ -484,4 +495,5 @@ __all__ = [
     "seen_from",
     "set_queue",
     "take_late",
+    "wait_for",
 ]

@@ -177,6 +177,11 @@ class Work:
         found: Document | None = await self._tables.quick(table).find_one({"_id": key}, session=self._session)
         return found
 
+    async def wait_for(self, table: str, where: Where) -> None:
+        """Wait until no transaction that is under way has written these documents. The server keeps a write outside of one waiting, and
+        sends back one inside: so this writes, to a field that nobody reads."""
+        await self._tables.quick(table).update_many(where, {"$inc": {"touched": 1}}, hint=_hint(where))
+
     async def change_one(self, table: str, where: Where, change: Change, *, upsert: bool = False) -> int:
         """Change one document; how many matched (0 or 1, also for an upsert that inserted)."""
         answer = await self._tables[table].update_one(

@@ -9,8 +9,9 @@ the careful one recognises.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from pymongo.errors import PyMongoError
@@ -40,7 +41,7 @@ from .changes import Stage, change, only_if, plus, present
 from .connection import Database
 from .enqueue import effective_start
 from .journal import held, mark_of
-from .operation import Change, Document, Where, Work
+from .operation import Change, Document, Operation, Where, Work
 from .rows import asked, instant
 from .times import milliseconds, stored, stored_not_before
 
@@ -89,7 +90,7 @@ async def _settle_limited(database: Database, entries: Sequence[tuple[Lease, Out
         await flow.let_in(work, freed)
 
     try:
-        await database.write(settle_and_release, in_line=True)
+        await database.write(settle_and_release, in_line=True, look=_behind_others(freed))
     except _NotAsBelievedError:
         return False
     return True
@@ -102,7 +103,18 @@ async def _settle_left(database: Database, entries: Sequence[tuple[Lease, Outcom
         await flow.lock_first(work, map(flow.rule_of, limited))
         return await settle_with_care(work, entries)
 
-    return await database.write(settle_behind_others, in_line=bool(limited))
+    return await database.write(settle_behind_others, in_line=bool(limited), look=_behind_others(limited))
+
+
+def _behind_others(permits: Iterable[str]) -> Operation[None]:
+    """Before each try but the first: it was sent back at the rows of these."""
+    tries = itertools.count()
+
+    async def wait(work: Work) -> None:
+        if next(tries):
+            await flow.wait_for(work, map(flow.rule_of, permits))
+
+    return wait
 
 
 def _permits_of(entries: Sequence[tuple[Lease, Outcome]]) -> Counter[str]:
