@@ -76,11 +76,6 @@ def is_spread(base: str) -> bool:
     return base.partition(":")[0].rpartition("/")[2] in SPREAD
 
 
-def is_queue(text: str) -> bool:
-    """Is this the text of a queue as a whole, its owner's or everybody's?"""
-    return split(text)[1].startswith("queue:")
-
-
 def scopes_of(tenant: str, queue: str, name: str, key: str | None) -> list[tuple[str, str]]:
     """(key of the row, text of the scope) of every scope that a run is in, whether it is limited or not. `tenant`: its id, or nothing."""
     found: list[tuple[str, str]] = []
@@ -342,7 +337,6 @@ __all__ = [
     "gate_ids",
     "gates_of",
     "in_turn",
-    "is_queue",
     "is_spread",
     "owner_of",
     "rule_id",

@@ -17,7 +17,7 @@ from uuid import UUID
 
 from pymongo.errors import PyMongoError
 
-from durable.flow import Gates, Turns, dealt, in_turn, is_queue
+from durable.flow import Gates, Turns, dealt, in_turn
 from durable.landing import Ending, damaged, never_recorded, past_deadline
 from durable.model import ALL, Claimed, ClaimRequest, Lease, Scope
 
@@ -31,7 +31,7 @@ from .times import milliseconds, stored
 ROUNDS: Final = 8
 """How often a claim looks again after the heads that it found were landed or held back. What then remains, the next claim takes."""
 HELD_BACK: Final = 100
-"""Heads that a round looks at where it finds that the queue is full: none of them is taken, and each is held back once."""
+"""Heads that a round looks at where the one before took none and held some back: most of them are held back, too, each once."""
 ROUTES: Final = 180
 """Names (and versions, and families) of one query: beyond 200 the server sorts instead of merging."""
 FURTHEST: Final = 16
@@ -270,7 +270,8 @@ class _Claim:
 
     async def _from_queue(self, work: Work, queue: str, room: int, *, fair: bool) -> int:
         """Take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
-        count, full = 0, False
+        count = 0
+        full: set[str] = set()
         for _ in range(ROUNDS):
             left = room - count
             if left < 1:
@@ -279,21 +280,23 @@ class _Claim:
                 rows = await heads_in_turn(work, queue, self._routes, left, self._claims.turns.last(queue))
                 self._claims.turns.served(queue, [row["tenant_id"] for row in rows])
             else:
-                most = max(left, HELD_BACK) if full else left
+                most = max(left, HELD_BACK) if full and not count else left
                 rows = await heads(work, queue, self._routes, self._request.scope, most, fields=_CANDIDATE)
-            got, full = await self._take_of(work, rows, left)
-            count += got
-            if got == len(rows) or (full and count):
+                if count and all(full.intersection(text for _, text in flow.scopes_of(row)) for row in rows):
+                    break  # no place for these either: the next claim holds them back, and this one has what others wait for
+            got, held_by = await self._take_of(work, rows, left)
+            count, full = count + got, full | held_by
+            if got == len(rows):
                 break
         return count
 
-    async def _take_of(self, work: Work, rows: Sequence[Document], room: int) -> tuple[int, bool]:
-        """Take of these what may go, at once: the next round counts the permits that are taken here. The answer: how many, and whether
-        it is the queue that is full for those that are held back."""
+    async def _take_of(self, work: Work, rows: Sequence[Document], room: int) -> tuple[int, set[str]]:
+        """Take of these what may go, at once: the next round counts the permits that are taken here. The answer: how many, and the scopes
+        that hold back the others."""
         endings = {row["_id"]: _ending(work, row) for row in rows}
         await landing.land(work, [ending for ending in endings.values() if ending is not None])
-        permits, full = await flow.admit(work, [row for row in rows if endings[row["_id"]] is None], room)
-        return await self._taken(work, permits), bool(full) and all(map(is_queue, full))
+        permits, held_by = await flow.admit(work, [row for row in rows if endings[row["_id"]] is None], room)
+        return await self._taken(work, permits), held_by
 
     async def _taken(self, work: Work, permits: Mapping[str, Sequence[str]]) -> int:
         by_permits: dict[tuple[str, ...], list[str]] = {}

@@ -1,9 +1,10 @@
 """Flow control: permits of limited scopes, token buckets, pauses, and the release of what was held back (semantics 73 to 76).
 
 Claim calls `admit` with its candidates, every write by which a run leaves `running` calls `release`, every landing calls
-`next_in_sequence`; upkeep calls `refill` and `free` as nets. All of it runs inside a transaction that writes the row of each scope it
-counts in (`_lock`): two of them are one after the other. A permit is a name in the run's own `permits`, so that taking it is the claim
-and giving it back the settle. The row says how many of its scope are out, at most (`in_flight`), so that a claim need not count; of a scope
+`next_in_sequence`. These run inside a transaction that writes the row of each scope it counts in (`_lock`): two of them are one after the
+other. Claims and settles write it first where they can (`lock_first`), and wait for who has it outside of a transaction (`wait_for`).
+Upkeep calls `refill`, `free` and `free_heads` as nets. A permit is a name in the run's own `permits`, so that taking it is the claim and
+giving it back the settle. The row says how many of its scope are out, at most (`in_flight`), so that a claim need not count; of a scope
 that is spread over keys or tenants it does not. Nothing here changes a status, lands a run, or decides a limit.
 
 What the rows and the texts of scopes mean stands in `durable.flow`; here `tenant_id` of everybody's row is `*`.
@@ -416,6 +417,7 @@ async def _fill(work: Work, rule: Rule | None, text: str, limit: int) -> int:
 
 
 # -- the nets ---------------------------------------------------------------------------------------------------------------
+# They release what a claim holds back again where it must: so `refill` and `free` need no transaction, and write no row.
 
 
 async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
@@ -424,8 +426,7 @@ async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
     where = {"rate_count": {"$exists": True}, **seen_from(scope)}
     for rule in map(_rule, await work.find("durable_queue", where, sort=[("_id", 1)])):
         text = scope_text(owner_of(rule.record.tenant), rule.record.scope_name)
-        if await _fill(work, rule, text, limit):
-            await _lock(work, {rule.queue_id: _without(0)})
+        await _fill(work, rule, text, limit)
         if not rule.record.paused and await work.first(
             "durable_run", {"status": "pending", "blocked_on": text}, fields=["_id"]
         ):
@@ -436,8 +437,7 @@ async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
 
 
 async def free(work: Work, scope: Scope, limit: int) -> int:
-    """The net of 74 and 75: release blocked runs whose scope has room, or has no row any more, and heads of a sequence that
-    wait for nobody. The answer: how many."""
+    """The net of 74: release blocked runs whose scope has room, or has no row any more. The answer: how many."""
     total, last = 0, ""
     while total < limit and (text := await _next_scope(work, last)) is not None:
         last = text
@@ -445,15 +445,13 @@ async def free(work: Work, scope: Scope, limit: int) -> int:
         if text in (ALONE, SEQUENCE) or (owner != EVERYBODY and not sees(scope, owner)):
             continue
         queue_id = rule_of(text)
-        freed = await _fill(work, (await _rules(work, [queue_id])).get(queue_id), text, limit - total)
-        if freed:
-            await _lock(work, {queue_id: _without(0)})
-        total += freed
-    return total + await _free_heads(work, scope, limit)
+        total += await _fill(work, (await _rules(work, [queue_id])).get(queue_id), text, limit - total)
+    return total
 
 
-async def _free_heads(work: Work, scope: Scope, limit: int) -> int:
-    """Runs that wait for their turn although nobody is in front of them and nobody of their key is at work."""
+async def free_heads(work: Work, scope: Scope, limit: int) -> int:
+    """The net of 75: release runs that wait for their turn although nobody is in front of them and nobody of their key is at work. In a
+    transaction."""
     stages: list[Document] = [
         {"$match": {"status": "pending", "blocked_on": SEQUENCE, **of_scope(scope)}},
         {"$group": {"_id": "$line"}},
@@ -479,6 +477,7 @@ __all__ = [
     "SEQUENCE",
     "admit",
     "free",
+    "free_heads",
     "gates",
     "give_back",
     "head_of",
