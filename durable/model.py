@@ -308,7 +308,7 @@ class Lease:
     linked: bool = dataclasses.field(default=False, compare=False)
     """A hint of the store that gave it: somebody is told when the run ends (a parent, the next in line, a schedule, a limit)."""
     permits: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """The same of a store that knows by the permits alone who is told, and nobody else is."""
+    """A hint, too: the permits that it was claimed with, of a store whose settle gives them back without looking (73)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,8 @@ Client = AsyncMongoClient[dict[str, Any]]
 PATIENCE: Final = 20.0
 """Seconds after which a call that found no answer, or a conflict again and again, is StoreUnavailable. An election takes up to twelve."""
 LONGEST_PAUSE: Final = 0.25
+BEFORE_A_LOOK: Final = 0.02
+"""The same after a conflict, where the look waits for who was in the way."""
 CLASHES: Final = 4
 """How often a key that was there in the write and not in the read is looked for again."""
 SNAPSHOT: Final = ReadConcern("snapshot")
@@ -174,8 +176,7 @@ class Database:
                 if not again or time.monotonic() + pause > give_up:
                     raise faults.mapped(error) from error
             await asyncio.sleep(pause * random.random())
-            if look is None or not faults.conflict(error):
-                pause = min(pause * 2, LONGEST_PAUSE)
+            pause = min(pause * 2, LONGEST_PAUSE if look is None or not faults.conflict(error) else BEFORE_A_LOOK)
 
     async def greet(self, client: Client) -> Mapping[str, Any]:
         """Ask the primary who it is, and take a sample of its clock."""

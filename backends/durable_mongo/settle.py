@@ -103,7 +103,8 @@ async def _settle_left(database: Database, entries: Sequence[tuple[Lease, Outcom
         await flow.lock_first(work, map(flow.rule_of, limited))
         return await settle_with_care(work, entries)
 
-    return await database.write(settle_behind_others, in_line=bool(limited), look=_behind_others(limited))
+    look = _behind_others(limited) if limited else None
+    return await database.write(settle_behind_others, in_line=bool(limited), look=look)
 
 
 def _behind_others(permits: Iterable[str]) -> Operation[None]:
