@@ -157,3 +157,21 @@ async def test_who_is_sent_back_at_a_limit_waits_there_and_tries_again_when_it_i
     assert await settles == [["landed"]] * (WORKERS // 2)
     assert conflicts.count <= WORKERS * WORKERS
     assert list(await stores[0].audit(scope=ALL)) == []
+
+
+async def test_what_waits_for_a_token_is_released_beside_who_counts_at_its_row(opened: Open, room: Room) -> None:
+    """A claim decides whether there is a token for it: a promotion does not wait for claims."""
+    store = await opened()
+    await store.set_queue(QueueRecord(scope_name="queue:default", rate_count=1, rate_period=MINUTE, rate_burst=1))
+    await store.enqueue([new_run() for _ in range(3)])
+    assert len(await store.claim(request("the first token", 3))) == 1
+    ready = {"ready": True}
+    assert room.db["durable_run"].count_documents(ready) == 0
+    room.pass_time(MINUTE)
+    with room.db.client.start_session() as session:
+        session.start_transaction()
+        room.db["durable_queue"].update_many({}, {"$set": {"test": True}}, session=session)
+        await store.promote(scope=ALL, limit=10)
+        assert room.db["durable_run"].count_documents(ready) == 1
+        session.abort_transaction()
+    assert len(await store.claim(request("the second token", 3))) == 1
