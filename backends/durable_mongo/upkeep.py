@@ -27,14 +27,18 @@ async def promote(work: Work, scope: Scope, limit: int) -> Promoted:
     now = work.clock.expression()
     # An unreleased node of a graph has no `available_at`: it waits for its upstream, whatever its start.
     due = {"available_at": {"$exists": True}, "$expr": {"$lte": ["$available_at", now]}, **of_scope(scope)}
-    rows = await work.find("durable_run", due, fields=["queue"], sort=[("available_at", 1)], limit=limit)
     count = 0
-    if rows:
+    queues: set[str] = set()
+    while count < limit and (
+        rows := await work.find("durable_run", due, fields=["queue"], sort=[("available_at", 1)], limit=limit - count)
+    ):
         where: Where = {"_id": {"$in": [row["_id"] for row in rows]}, **due}
-        count = await work.change_many(
-            "durable_run", where, change(put={"status": "pending"}, compute={"updated_at": now}, drop=PROMOTE)
-        )
-    queues = frozenset(row["queue"] for row in rows)
+        stages = change(put={"status": "pending"}, compute={"updated_at": now}, drop=PROMOTE)
+        released = await work.change_many("durable_run", where, stages)
+        count += released
+        queues.update(row["queue"] for row in rows)
+        if released == len(rows):
+            break  # otherwise somebody was quicker with some of them: there may be more
     for queue in queues:
         work.announce(f"queue:{queue}")
     next_token = await flow.refill(work, scope, limit)
@@ -46,7 +50,7 @@ async def promote(work: Work, scope: Scope, limit: int) -> Promoted:
     )
     instants = [next_token, None if first is None else instant(first, "available_at")]
     return Promoted(
-        count=count, queues=queues, next_due=min((one for one in instants if one is not None), default=None)
+        count=count, queues=frozenset(queues), next_due=min((one for one in instants if one is not None), default=None)
     )
 
 
