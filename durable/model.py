@@ -307,6 +307,8 @@ class Lease:
     mark: str
     linked: bool = dataclasses.field(default=False, compare=False)
     """A hint of the store that gave it: somebody is told when the run ends (a parent, the next in line, a schedule, a limit)."""
+    permits: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """A hint, too: the permits that it was claimed with, of a store whose settle gives them back without looking (73)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

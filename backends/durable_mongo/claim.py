@@ -17,7 +17,7 @@ from uuid import UUID
 
 from pymongo.errors import PyMongoError
 
-from durable.flow import Turns, dealt, in_turn
+from durable.flow import Gates, Turns, dealt, in_turn
 from durable.landing import Ending, damaged, never_recorded, past_deadline
 from durable.model import ALL, Claimed, ClaimRequest, Lease, Scope
 
@@ -30,11 +30,15 @@ from .times import milliseconds, stored
 
 ROUNDS: Final = 8
 """How often a claim looks again after the heads that it found were landed or held back. What then remains, the next claim takes."""
+HELD_BACK: Final = 100
+"""Heads that a round looks at where the one before took none and held some back: most of them are held back, too, each once."""
 ROUTES: Final = 180
 """Names (and versions, and families) of one query: beyond 200 the server sorts instead of merging."""
 FURTHEST: Final = 16
 """How many times more heads than it needs a claimer looks at, where it meets others."""
 _ORDER: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
+# By what heads are sorted, and what scopes they are in.
+_HEAD: Final = ("priority", "submitted", "tenant_id", "queue", "name", "concurrency_key")
 _READY: Final = {"status": "pending", "ready": True}
 # An ask and no record (45), or past its deadline (12): such runs end at a claim.
 _ENDING: Final = (
@@ -45,6 +49,7 @@ _ENDING: Final = (
     "compensating",
     "cancel_reason",
 )
+_CANDIDATE: Final = (*_HEAD, *_ENDING)
 
 
 class Claims:
@@ -61,9 +66,7 @@ class Claims:
         A run whose document or journal can not be read never strands its batch: it lands failed, kind payload (9).
         """
         one = _Claim(self, request)
-        rows = await self._database.plain(one.take)
-        if rows is None:
-            rows = await self._database.write(one.take_in_transaction)
+        rows = await self._database.write(one.take_in_transaction, in_line=True, look=one.take)
         return await self._handed_out(rows)
 
     async def _handed_out(self, rows: Sequence[Document]) -> list[Claimed]:
@@ -83,6 +86,7 @@ class Claims:
                     attempts=run.attempts,
                     mark=run.lease_owner or "",
                     linked=bool(row.get("linked")),
+                    permits=tuple(row.get("permits", ())),
                 )
                 claimed.append(Claimed(lease=lease, run=run, history=tuple(in_order(journals.get(run.run_id, ())))))
             except Damaged:
@@ -101,12 +105,17 @@ class _Claim:
         self._routes = routes(request)
         self._mine = False
         """Whether this call has written the row of its mark."""
+        self._gates = Gates()
+        """What it leaves out whole, and where tenants take turns: as of the last look. What was paused since is held back run by run."""
+        self._scopes: frozenset[str] = frozenset()
+        """The rows of flow control that may count for the heads that the last look found."""
 
     # -- without limits ----------------------------------------------------------------------------------------------------
 
     async def take(self, work: Work) -> list[Document] | None:
         """The documents of what it holds. None: a limit or a pause may count, or some head must end here: use a transaction."""
         request = self._request
+        await flow.wait_for(work, self._scopes)  # of the last try, which was sent back there
         before, ruled, alone, found = await asyncio.gather(
             held(work, request.mark),
             flow.ruled(work, request),
@@ -115,11 +124,19 @@ class _Claim:
         )
         if before or request.limit < 1:
             return before
-        if ruled or alone:
-            return None
         chosen = self._choose(found, ())
-        if not chosen:
+        if not (chosen or alone):
             return []
+        if ruled or alone:
+            self._gates = await flow.gates(work, request)
+            if not alone and all(
+                queue in self._gates.closed for queue, rows in zip(request.queues, found, strict=True) if rows
+            ):
+                return []
+            self._scopes = frozenset(
+                queue_id for rows in (alone, *found) for row in rows for queue_id, _ in flow.scopes_of(row)
+            )
+            return None
         self._mine = self._mine or await _first_of_its_mark(work, request.mark, chosen)
         if not self._mine:  # another call has this mark: do what it is about to do, which is done once
             return await self._as_the_first(work)
@@ -213,7 +230,7 @@ class _Claim:
             "route": {"$in": self._routes},
             **of_scope(request.scope),
         }
-        return await work.find("durable_run", where, sort=_ORDER, limit=1)
+        return await work.find("durable_run", where, fields=_CANDIDATE, sort=_ORDER, limit=1)
 
     async def _land_endings(self, work: Work, ids: Sequence[str]) -> int:
         """Land those that are still there because they end at a claim; how many."""
@@ -227,22 +244,20 @@ class _Claim:
 
     async def take_in_transaction(self, work: Work) -> list[Document]:
         """The same where scopes have limits, where a run is to be taken alone, or where heads end here."""
-        before = await held(work, self._request.mark)
-        if before:
-            return before
+        await flow.lock_first(work, self._scopes)
         # The row of the mark is written here too: of two claims with one mark the second finds it, and what the first holds.
         row = {"_id": ticket(self._request.mark)}
         if await work.change_one("durable_permit", row, {"$set": {"at": stored(work.now)}}, upsert=True):
-            return []
+            return await held(work, self._request.mark)
         return await self._take_with_care(work)
 
     async def _take_with_care(self, work: Work) -> list[Document]:
         request = self._request
-        gates = await flow.gates(work, request)
+        gates = self._gates
         if request.alone:
             for _ in range(ROUNDS):
                 rows = [row for row in await self._lonely(work) if row["queue"] not in gates.closed]
-                if await self._take_of(work, rows):
+                if (await self._take_of(work, rows, 1))[0]:
                     return await held(work, request.mark)
                 if not rows:
                     break
@@ -256,37 +271,44 @@ class _Claim:
     async def _from_queue(self, work: Work, queue: str, room: int, *, fair: bool) -> int:
         """Take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
         count = 0
+        full: set[str] = set()
         for _ in range(ROUNDS):
-            if room - count < 1:
+            left = room - count
+            if left < 1:
                 break
             if fair:
-                rows = await heads_in_turn(work, queue, self._routes, room - count, self._claims.turns.last(queue))
+                rows = await heads_in_turn(work, queue, self._routes, left, self._claims.turns.last(queue))
                 self._claims.turns.served(queue, [row["tenant_id"] for row in rows])
             else:
-                rows = await heads(work, queue, self._routes, self._request.scope, room - count, whole=True)
-            got = await self._take_of(work, rows)
-            count += got
+                most = max(left, HELD_BACK) if full and not count else left
+                rows = await heads(work, queue, self._routes, self._request.scope, most, fields=_CANDIDATE)
+                if count and all(full.intersection(text for _, text in flow.scopes_of(row)) for row in rows):
+                    break  # no place for these either: the next claim holds them back, and this one has what others wait for
+            got, held_by = await self._take_of(work, rows, left)
+            count, full = count + got, full | held_by
             if got == len(rows):
                 break
         return count
 
-    async def _take_of(self, work: Work, rows: Sequence[Document]) -> int:
-        """Take of these what may go, at once: the next round counts the permits that are taken here."""
-        return await self._taken(work, await self._admitted(work, rows))
-
-    async def _admitted(self, work: Work, rows: Sequence[Document]) -> dict[str, list[str]]:
-        """Land what ends at a claim; of the rest, those for which every scope has room, with their permits."""
+    async def _take_of(self, work: Work, rows: Sequence[Document], room: int) -> tuple[int, set[str]]:
+        """Take of these what may go, at once: the next round counts the permits that are taken here. The answer: how many, and the scopes
+        that hold back the others."""
         endings = {row["_id"]: _ending(work, row) for row in rows}
         await landing.land(work, [ending for ending in endings.values() if ending is not None])
-        return await flow.admit(work, [row for row in rows if endings[row["_id"]] is None])
+        permits, held_by = await flow.admit(work, [row for row in rows if endings[row["_id"]] is None], room)
+        return await self._taken(work, permits), held_by
 
     async def _taken(self, work: Work, permits: Mapping[str, Sequence[str]]) -> int:
         by_permits: dict[tuple[str, ...], list[str]] = {}
         for run_id, texts in permits.items():
             by_permits.setdefault(tuple(texts), []).append(run_id)
-        for texts, ids in by_permits.items():
-            where = {"_id": {"$in": ids}, "status": "pending"}
-            await work.change_many("durable_run", where, taken(work, self._request, permits=texts))
+        await work.change_groups(
+            "durable_run",
+            [
+                ({"_id": {"$in": ids}, "status": "pending"}, taken(work, self._request, permits=texts))
+                for texts, ids in by_permits.items()
+            ],
+        )
         return len(permits)
 
 
@@ -305,14 +327,13 @@ def routes(request: ClaimRequest) -> list[str]:
 
 
 async def heads(
-    work: Work, queue: str, wanted: Sequence[str], scope: Scope, limit: int, *, whole: bool = False
+    work: Work, queue: str, wanted: Sequence[str], scope: Scope, limit: int, *, fields: Sequence[str] = _HEAD
 ) -> list[Document]:
     """The first runs of a queue that are ready, by priority and `submitted`."""
     parts = [wanted[start : start + ROUTES] for start in range(0, len(wanted), ROUTES)]
     found: list[Document] = []
     for part in parts:
         where: Document = {"queue": queue, "route": {"$in": part}, **_READY, **of_scope(scope)}
-        fields = None if whole else ("priority", "submitted")
         found += await work.find("durable_run", where, fields=fields, sort=_ORDER, limit=limit)
     if len(parts) > 1:
         found.sort(key=_rank)
@@ -323,14 +344,17 @@ async def heads_in_turn(work: Work, queue: str, wanted: Sequence[str], room: int
     """The heads of a fair queue: of each tenant in turn, beginning behind the one that was served last. What is read is bounded by the
     tenants and by what is taken, whatever the backlog of one of them (10)."""
     # The untagged have no turn of their own in the index: those at the front of the queue are dealt as one hand.
-    front = await heads(work, queue, wanted, ALL, room, whole=True)
+    front = await heads(work, queue, wanted, ALL, room, fields=_CANDIDATE)
     untagged = [row for row in front if not row["tenant_id"]]
     behind = await _tenants_beyond(work, queue, wanted, last, room) if last else []
     first = await _tenants_beyond(work, queue, wanted, "", room - len(behind))
     tenants = in_turn(last, lambda one, most: (behind if one else first)[:most], room, untagged=bool(untagged))
     share = -(-room // max(1, len(tenants)))
     while True:
-        hands = [await heads(work, queue, wanted, UUID(one), share, whole=True) if one else untagged for one in tenants]
+        hands = [
+            await heads(work, queue, wanted, UUID(one), share, fields=_CANDIDATE) if one else untagged
+            for one in tenants
+        ]
         dealt_out = dealt(hands, room)
         if len(dealt_out) == room or all(len(hand) < share for one, hand in zip(tenants, hands, strict=True) if one):
             return dealt_out
@@ -371,7 +395,7 @@ def taken(work: Work, request: ClaimRequest, *, permits: Sequence[str] = ()) -> 
     }
     put: dict[str, Any] = {"status": "running", "claim_token": request.mark, "claim_family": request.family}
     if permits:
-        put.update(permits=list(permits), linked=True)
+        put["permits"] = list(permits)
     return change(put=put, compute=compute, drop=("ready", "blocked_on", "waiting_for"), ready=False)
 
 

@@ -38,6 +38,8 @@ Client = AsyncMongoClient[dict[str, Any]]
 PATIENCE: Final = 20.0
 """Seconds after which a call that found no answer, or a conflict again and again, is StoreUnavailable. An election takes up to twelve."""
 LONGEST_PAUSE: Final = 0.25
+BEFORE_A_LOOK: Final = 0.02
+"""The same after a conflict, where the look waits for who was in the way."""
 CLASHES: Final = 4
 """How often a key that was there in the write and not in the read is looked for again."""
 SNAPSHOT: Final = ReadConcern("snapshot")
@@ -118,9 +120,16 @@ class Database:
 
     # -- calls -------------------------------------------------------------------------------------------------------------
 
-    async def write(self, operation: Operation[T]) -> T:
-        """Carry out an operation in one transaction, as often as it takes. Its news are told after the commit."""
-        return await self._tried(operation, self._in_transaction)
+    async def write(
+        self, operation: Operation[T], *, in_line: bool = False, look: Operation[T | None] | None = None
+    ) -> T:
+        """Carry out an operation in one transaction, as often as it takes. Its news are told after the commit.
+
+        `in_line`: it writes a document that others of this process write all the time, so it waits for them before it begins, and not
+        only once it has met one. `look` goes before each try, as a plain call: what it answers is the answer, and only where that is
+        None a transaction is begun. Who was sent back mostly finds that others have done what there was to do.
+        """
+        return await self._tried(operation, self._in_transaction, in_line=in_line, look=look)
 
     async def plain(self, operation: Operation[T]) -> T:
         """Carry out an operation whose every write is atomic by itself and may be repeated."""
@@ -133,31 +142,41 @@ class Database:
         """Read everything as of one moment."""
         return await self._tried(operation, self._as_of_one_moment)
 
-    async def _tried(self, operation: Operation[T], once: Callable[[_Home, Operation[T]], Any]) -> T:
+    async def _tried(
+        self,
+        operation: Operation[T],
+        once: Callable[[_Home, Operation[T]], Any],
+        *,
+        in_line: bool = False,
+        look: Operation[T | None] | None = None,
+    ) -> T:
         give_up = time.monotonic() + PATIENCE
-        pause, clashes, met = 0.002, 0, False
+        pause, clashes, met = 0.002, 0, in_line
         while True:
             try:
                 home = await self.home()
+                if look is not None and (seen := await self.plain(look)) is not None:
+                    return seen
                 async with home.turnstile if met else contextlib.nullcontext():
                     with pymongo.timeout(max(give_up - time.monotonic(), 1.0)):
                         if self.clock.stale:
                             await self.greet(home.client)
                         value: T = await once(home, operation)
                 return value
-            except (PyMongoError, OSError, ValueError) as error:
+            except (PyMongoError, OSError, ValueError) as raised:
+                error = raised
                 if isinstance(error, ValueError) and not isinstance(error, UnicodeEncodeError):
                     raise
                 again = faults.transient(error) or faults.passing(error)
                 if faults.duplicate(error) and clashes < CLASHES:
                     clashes, again = clashes + 1, True
                 met = met or faults.transient(error)
-                if faults.passing(error):
+                if faults.passing(error) and not faults.conflict(error):
                     self.clock.doubt()
                 if not again or time.monotonic() + pause > give_up:
                     raise faults.mapped(error) from error
             await asyncio.sleep(pause * random.random())
-            pause = min(pause * 2, LONGEST_PAUSE)
+            pause = min(pause * 2, LONGEST_PAUSE if look is None or not faults.conflict(error) else BEFORE_A_LOOK)
 
     async def greet(self, client: Client) -> Mapping[str, Any]:
         """Ask the primary who it is, and take a sample of its clock."""

@@ -30,6 +30,7 @@ TRANSIENT: Final = "TransientTransactionError"
 UNKNOWN_COMMIT: Final = "UnknownTransactionCommitResult"
 
 _DUPLICATE: Final = 11000
+_WRITE_CONFLICT: Final = 112
 _TOO_LARGE: Final = frozenset({10334, 17419, 17420})
 _STANDALONE: Final = 20
 _AUTHENTICATION: Final = frozenset({13, 18})
@@ -72,6 +73,11 @@ def unknown_commit(error: BaseException) -> bool:
     return error.has_error_label(UNKNOWN_COMMIT) or isinstance(
         error, (WriteConcernError, WTimeoutError, ConnectionFailure)
     )
+
+
+def conflict(error: BaseException) -> bool:
+    """It met another writer at a document. The server itself is well."""
+    return isinstance(error, PyMongoError) and codes(error) == [_WRITE_CONFLICT]
 
 
 def passing(error: BaseException) -> bool:
@@ -128,4 +134,4 @@ def _short(error: BaseException) -> str:
     return str(error).partition(", full error:")[0].partition(", Topology Description:")[0][:500]
 
 
-__all__ = ["STANDALONE", "duplicate", "mapped", "passing", "transient", "unknown_commit"]
+__all__ = ["STANDALONE", "conflict", "duplicate", "mapped", "passing", "transient", "unknown_commit"]

@@ -1,9 +1,10 @@
 """Flow control: permits of limited scopes, token buckets, pauses, and the release of what was held back (semantics 73 to 76).
 
 Claim calls `admit` with its candidates, every write by which a run leaves `running` calls `release`, every landing calls
-`next_in_sequence`; upkeep calls `refill` and `free` as nets. All of it runs inside a transaction that writes the row of each scope it
-counts in (`_lock`): two of them are one after the other. A permit is a name in the run's own `permits`, so that taking it is the claim
-and giving it back the settle. The row says how many of its scope are out, at most (`in_flight`), so that a claim need not count; of a scope
+`next_in_sequence`. These run inside a transaction that writes the row of each scope it counts in (`_lock`): two of them are one after the
+other. Claims and settles write it first where they can (`lock_first`), and wait for who has it outside of a transaction (`wait_for`).
+Upkeep calls `refill`, `free` and `free_heads` as nets. A permit is a name in the run's own `permits`, so that taking it is the claim and
+giving it back the settle. The row says how many of its scope are out, at most (`in_flight`), so that a claim need not count; of a scope
 that is spread over keys or tenants it does not. Nothing here changes a status, lands a run, or decides a limit.
 
 What the rows and the texts of scopes mean stands in `durable.flow`; here `tenant_id` of everybody's row is `*`.
@@ -43,6 +44,11 @@ from .rows import dated, instant, of_scope, sees
 from .times import stored
 
 _FIRST: Final = (("priority", -1), ("submitted", 1), ("_id", 1))
+_HOLDS: Final = {
+    "$or": [{"paused": True}, {"max_concurrency": {"$exists": True}}, {"rate_count": {"$exists": True}}],
+}
+COUNTED_TOGETHER: Final = 100
+"""Permits at the most that a look at several scopes reads: each is a document, where the count of one scope reads the index alone."""
 # A run that lapsed twice in a row goes back to be taken alone (15), not into the index of what is ready.
 UNBLOCK: Final = change(compute={"blocked_on": only_if({"$gte": ["$reclaims", 2]}, ALONE)})
 
@@ -83,11 +89,33 @@ async def _rules(work: Work, queue_ids: Iterable[str]) -> dict[str, Rule]:
 
 
 async def _lock(work: Work, in_flight: Mapping[str, Any]) -> None:
-    """Write these rows, in order: whoever else counts in them meanwhile is before or behind this transaction. With each goes what it says
-    of its permits from now on."""
-    for queue_id in sorted(in_flight):
-        stage = {"$set": {"turn": plus("turn", 1), "in_flight": in_flight[queue_id]}}
-        await work.change_one("durable_queue", {"_id": queue_id}, [stage])
+    """Write these rows: whoever else counts in them meanwhile is before or behind this transaction. With each goes what it says of its
+    permits from now on."""
+    await work.change_each(
+        "durable_queue", [({"_id": queue_id}, _turn(said)) for queue_id, said in sorted(in_flight.items())]
+    )
+
+
+def _turn(in_flight: Any) -> Change:
+    return [{"$set": {"turn": plus("turn", 1), "in_flight": in_flight}}]
+
+
+async def lock_first(work: Work, queue_ids: Iterable[str]) -> None:
+    """Write the rows that hold something, of these that there may be, as the first thing that a transaction does: who meets another one
+    there is sent back before it has done anything, and who is let through is not sent back any more."""
+    if where := _holding(queue_ids):
+        await work.change_many("durable_queue", where, _turn(_without(0)))
+
+
+async def wait_for(work: Work, queue_ids: Iterable[str]) -> None:
+    """Wait, outside a transaction, for who is about to count in these rows."""
+    if where := _holding(queue_ids):
+        await work.wait_for("durable_queue", where)
+
+
+def _holding(queue_ids: Iterable[str]) -> Document:
+    ids = sorted(set(queue_ids))
+    return {"_id": {"$in": ids}, **_HOLDS} if ids else {}
 
 
 def _at_most(number: Any) -> Document:
@@ -122,17 +150,18 @@ async def gates(work: Work, request: ClaimRequest) -> Gates:
 # -- what claim and landing call --------------------------------------------------------------------------------------------
 
 
-async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[str]]:
-    """Those that every scope has room for, in order, with the permits that each takes; tokens are spent. The others get `blocked_on` =
-    the scope that is full or paused, and are outside the index of what is ready until it frees (73, 74)."""
+async def admit(work: Work, candidates: Sequence[Document], most: int) -> tuple[dict[str, list[str]], set[str]]:
+    """Those that every scope has room for, in order and so many at the most, with the permits that each takes; tokens are spent. The
+    others get `blocked_on` = the scope that is full or paused, and are outside the index of what is ready until it frees (73, 74).
+    These scopes are the second answer."""
     if not candidates:
-        return {}
+        return {}, set()
     scopes = {row["_id"]: scopes_of(row) for row in candidates}
     found = await _rules(work, (queue_id for pairs in scopes.values() for queue_id, _ in pairs))
     # A row that merely lets tenants take turns is not written: it does not put claims in a line.
     rules = {queue_id: rule for queue_id, rule in found.items() if rule.holds}
     if not rules:
-        return {row["_id"]: [] for row in candidates}
+        return {row["_id"]: [] for row in candidates[:most]}, set()
     limited = {
         run_id: [(rules[queue_id], text) for queue_id, text in pairs if queue_id in rules]
         for run_id, pairs in scopes.items()
@@ -141,31 +170,48 @@ async def admit(work: Work, candidates: Sequence[Document]) -> dict[str, list[st
     await _look(work, asked)
     await _lock(work, {queue_id: _without(0) for queue_id in rules} | _taken(asked))
     admitted: dict[str, list[str]] = {}
-    blocked: list[tuple[Where, Change]] = []
+    blocked: dict[str, str] = {}
     passed_over: Counter[tuple[str, str]] = Counter()
     for run_id, pairs in limited.items():
         full = next((text for rule, text in pairs if not rule.room(work.now, text)), None)
+        if full is None and len(admitted) == most:
+            break
         if full is None:
             admitted[run_id] = [permit.scope for rule, text in pairs if (permit := rule.take(text)) is not None]
             continue
-        blocked.append(({"_id": run_id, "status": "pending"}, change(put={"blocked_on": full})))
+        blocked[run_id] = full
         passed_over.update((rule.queue_id, text) for rule, text in pairs if text != full)
-    await work.change_each("durable_run", blocked)
+    await work.change_each(
+        "durable_run",
+        [({"_id": run_id, "status": "pending"}, change(put={"blocked_on": text})) for run_id, text in blocked.items()],
+    )
     await _write_buckets(work, rules.values())
-    for (queue_id, text), count in passed_over.items():
-        # The place that it did not take in its other scopes goes to the next that waits there.
-        if rules[queue_id].room(work.now, text):
-            await _unblock(work, text, count)
-    return admitted
+    # The place that it did not take in its other scopes goes to the next that waits there.
+    places = {text: count for (queue_id, text), count in passed_over.items() if rules[queue_id].room(work.now, text)}
+    await let_in(work, places)
+    return admitted, set(blocked.values())
 
 
 async def _look(work: Work, scopes: Iterable[Wanted]) -> None:
     """How many are in flight in each, at most: as its row says, or counted where that leaves no room for all."""
-    for one in scopes:
-        known = one.rule.newest.get(one.text)
-        if known is None or not one.fits(known.in_flight):
-            count = await work.count("durable_run", {"permits": one.text}, most=one.limit)
-            one.rule.newest[one.text] = Permit(one.text, 0, count)
+    silent = [
+        one for one in scopes if (known := one.rule.newest.get(one.text)) is None or not one.fits(known.in_flight)
+    ]
+    counts = await _counted(work, silent)
+    for one in silent:
+        one.rule.newest[one.text] = Permit(one.text, 0, counts[one.text])
+
+
+async def _counted(work: Work, scopes: Sequence[Wanted]) -> dict[str, int]:
+    """Permits that are out, of each no further than its limit. Those of a few small scopes, as of keys, are counted in one look."""
+    most = sum(one.limit for one in scopes)
+    if len(scopes) > 1 and most <= COUNTED_TOGETHER:
+        where = {"permits": {"$in": [one.text for one in scopes]}}
+        rows = await work.find("durable_run", where, fields=["permits"], limit=most + 1)
+        if len(rows) <= most:  # otherwise a limit was lowered, and this may not be all of every scope
+            found = Counter(text for row in rows for text in row["permits"])
+            return {one.text: found[one.text] for one in scopes}
+    return {one.text: await work.count("durable_run", {"permits": one.text}, most=one.limit) for one in scopes}
 
 
 def _taken(scopes: Iterable[Wanted]) -> dict[str, Any]:
@@ -191,22 +237,26 @@ async def release(work: Work, rows: Iterable[Document]) -> None:
     """Runs have left `running`, and their permits with it: as many of those that wait for them are ready, by priority and `submitted`
     (73, 74). `rows` are as they were before."""
     freed = Counter(text for row in rows for text in row.get("permits", ()))
-    if freed:
-        of_rows = Counter({rule_of(text): 0 for text in freed})
-        of_rows.update({rule_of(text): count for text, count in freed.items() if not is_spread(text)})
-        await _lock(work, {queue_id: _without(count) for queue_id, count in of_rows.items()})
-        for text, count in sorted(freed.items()):
-            await _unblock(work, text, count)
+    await give_back(work, freed)
+    await let_in(work, freed)
 
 
-async def _unblock(work: Work, text: str, count: int) -> int:
-    rows = await work.find(
-        "durable_run", {"status": "pending", "blocked_on": text}, fields=["queue"], sort=_FIRST, limit=count
-    )
+async def give_back(work: Work, freed: Mapping[str, int]) -> None:
+    """So many permits of each scope are given back in this transaction."""
+    of_rows = Counter({rule_of(text): 0 for text in freed})
+    of_rows.update({rule_of(text): count for text, count in freed.items() if not is_spread(text)})
+    await _lock(work, {queue_id: _without(count) for queue_id, count in of_rows.items()})
+
+
+async def let_in(work: Work, places: Mapping[str, int]) -> int:
+    """So many of those that wait for each of these scopes are ready, by priority and `submitted`; how many there were."""
+    rows: list[Document] = []
+    for text, count in sorted(places.items()):
+        waiting = {"status": "pending", "blocked_on": text}
+        rows += await work.find("durable_run", waiting, fields=["queue"], sort=_FIRST, limit=count)
     if rows:
-        await work.change_many(
-            "durable_run", {"_id": {"$in": [row["_id"] for row in rows]}, "blocked_on": text}, UNBLOCK
-        )
+        where = {"_id": {"$in": [row["_id"] for row in rows]}, "blocked_on": {"$in": list(places)}}
+        await work.change_many("durable_run", where, UNBLOCK)
     for queue in {row["queue"] for row in rows}:
         work.announce(f"queue:{queue}")
     return len(rows)
@@ -363,10 +413,11 @@ async def _fill(work: Work, rule: Rule | None, text: str, limit: int) -> int:
         if room > 0 and rule.record.max_concurrency is not None:
             await _look(work, [Wanted(rule, text, room)])
             room = rule.room(work.now, text, room)
-    return await _unblock(work, text, room) if room > 0 else 0
+    return await let_in(work, {text: room}) if room > 0 else 0
 
 
 # -- the nets ---------------------------------------------------------------------------------------------------------------
+# They release what a claim holds back again where it must: so `refill` and `free` need no transaction, and write no row.
 
 
 async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
@@ -375,8 +426,7 @@ async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
     where = {"rate_count": {"$exists": True}, **seen_from(scope)}
     for rule in map(_rule, await work.find("durable_queue", where, sort=[("_id", 1)])):
         text = scope_text(owner_of(rule.record.tenant), rule.record.scope_name)
-        if await _fill(work, rule, text, limit):
-            await _lock(work, {rule.queue_id: _without(0)})
+        await _fill(work, rule, text, limit)
         if not rule.record.paused and await work.first(
             "durable_run", {"status": "pending", "blocked_on": text}, fields=["_id"]
         ):
@@ -387,8 +437,7 @@ async def refill(work: Work, scope: Scope, limit: int) -> Instant | None:
 
 
 async def free(work: Work, scope: Scope, limit: int) -> int:
-    """The net of 74 and 75: release blocked runs whose scope has room, or has no row any more, and heads of a sequence that
-    wait for nobody. The answer: how many."""
+    """The net of 74: release blocked runs whose scope has room, or has no row any more. The answer: how many."""
     total, last = 0, ""
     while total < limit and (text := await _next_scope(work, last)) is not None:
         last = text
@@ -396,15 +445,13 @@ async def free(work: Work, scope: Scope, limit: int) -> int:
         if text in (ALONE, SEQUENCE) or (owner != EVERYBODY and not sees(scope, owner)):
             continue
         queue_id = rule_of(text)
-        freed = await _fill(work, (await _rules(work, [queue_id])).get(queue_id), text, limit - total)
-        if freed:
-            await _lock(work, {queue_id: _without(0)})
-        total += freed
-    return total + await _free_heads(work, scope, limit)
+        total += await _fill(work, (await _rules(work, [queue_id])).get(queue_id), text, limit - total)
+    return total
 
 
-async def _free_heads(work: Work, scope: Scope, limit: int) -> int:
-    """Runs that wait for their turn although nobody is in front of them and nobody of their key is at work."""
+async def free_heads(work: Work, scope: Scope, limit: int) -> int:
+    """The net of 75: release runs that wait for their turn although nobody is in front of them and nobody of their key is at work. In a
+    transaction."""
     stages: list[Document] = [
         {"$match": {"status": "pending", "blocked_on": SEQUENCE, **of_scope(scope)}},
         {"$group": {"_id": "$line"}},
@@ -430,15 +477,22 @@ __all__ = [
     "SEQUENCE",
     "admit",
     "free",
+    "free_heads",
     "gates",
+    "give_back",
     "head_of",
+    "let_in",
+    "lock_first",
     "next_in_sequence",
     "queues",
     "refill",
     "release",
+    "rule_of",
     "ruled",
     "rules_of",
+    "scopes_of",
     "seen_from",
     "set_queue",
     "take_late",
+    "wait_for",
 ]

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import pymongo
 from bson.codec_options import CodecOptions, DatetimeConversion
-from pymongo import ReadPreference, UpdateOne
+from pymongo import ReadPreference, UpdateMany, UpdateOne
 from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
@@ -177,6 +177,11 @@ class Work:
         found: Document | None = await self._tables.quick(table).find_one({"_id": key}, session=self._session)
         return found
 
+    async def wait_for(self, table: str, where: Where) -> None:
+        """Wait until no transaction that is under way has written these documents. The server keeps a write outside of one waiting, and
+        sends back one inside: so this writes, to a field that nobody reads."""
+        await self._tables.quick(table).update_many(where, {"$inc": {"touched": 1}}, hint=_hint(where))
+
     async def change_one(self, table: str, where: Where, change: Change, *, upsert: bool = False) -> int:
         """Change one document; how many matched (0 or 1, also for an upsert that inserted)."""
         answer = await self._tables[table].update_one(
@@ -196,6 +201,16 @@ class Work:
         if not changes:
             return 0
         writes = [UpdateOne(where, change, hint=_hint(where)) for where, change in changes]
+        answer = await self._tables[table].bulk_write(writes, ordered=False, session=self._session)
+        return int(answer.matched_count)
+
+    async def change_groups(self, table: str, changes: Sequence[tuple[Where, Change]]) -> int:
+        """Every document of each filter, together; how many matched in all. Inside a transaction alone: it is not repeated."""
+        if len(changes) == 1:
+            return await self.change_many(table, *changes[0])
+        if not changes:
+            return 0
+        writes = [UpdateMany(where, change, hint=_hint(where)) for where, change in changes]
         answer = await self._tables[table].bulk_write(writes, ordered=False, session=self._session)
         return int(answer.matched_count)
 

@@ -9,7 +9,9 @@ the careful one recognises.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from pymongo.errors import PyMongoError
@@ -39,7 +41,7 @@ from .changes import Stage, change, only_if, plus, present
 from .connection import Database
 from .enqueue import effective_start
 from .journal import held, mark_of
-from .operation import Change, Document, Where, Work
+from .operation import Change, Document, Operation, Where, Work
 from .rows import asked, instant
 from .times import milliseconds, stored, stored_not_before
 
@@ -62,12 +64,63 @@ LOCKED_FOR_ONE: Final = 0.5
 async def settle(database: Database, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
     """One answer per entry, in order."""
     with_care = [lease.linked for lease, _ in entries]
-    plain = [entry for entry, care in zip(entries, with_care, strict=True) if not care]
-    if plain and not await database.plain(lambda work: settle_quickly(work, plain)):
+    alone = [entry for entry in entries if not (entry[0].linked or entry[0].permits)]
+    limited = [entry for entry in entries if entry[0].permits and not entry[0].linked]
+    done = not alone or await database.plain(lambda work: settle_quickly(work, alone))
+    if not (done and (not limited or await _settle_limited(database, limited))):
         with_care = [True] * len(entries)
     left = [entry for entry, care in zip(entries, with_care, strict=True) if care]
-    answers = iter(await database.write(lambda work: settle_with_care(work, left)) if left else [])
+    answers = iter(await _settle_left(database, left) if left else [])
     return [next(answers) if care else "landed" for care in with_care]
+
+
+class _NotAsBelievedError(Exception):
+    """Rolls a transaction back, for another one that looks."""
+
+
+async def _settle_limited(database: Database, entries: Sequence[tuple[Lease, Outcome]]) -> bool:
+    """The same for runs that hold permits, on which nothing else hangs: in one transaction, which gives those back first. A permit that
+    a run took late it has not told its lease, but such a run is linked; one that was taken away has left a row that says nothing."""
+    freed = _permits_of(entries)
+
+    async def settle_and_release(work: Work) -> None:
+        await flow.give_back(work, freed)
+        if not await settle_quickly(work, entries):
+            raise _NotAsBelievedError
+        await flow.let_in(work, freed)
+
+    try:
+        await database.write(settle_and_release, in_line=True, look=_behind_others(freed))
+    except _NotAsBelievedError:
+        return False
+    return True
+
+
+async def _settle_left(database: Database, entries: Sequence[tuple[Lease, Outcome]]) -> list[Settled]:
+    limited = _permits_of(entries)
+
+    async def settle_behind_others(work: Work) -> list[Settled]:
+        await flow.lock_first(work, map(flow.rule_of, limited))
+        return await settle_with_care(work, entries)
+
+    look = _behind_others(limited) if limited else None
+    return await database.write(settle_behind_others, in_line=bool(limited), look=look)
+
+
+def _behind_others(permits: Iterable[str]) -> Operation[None]:
+    """Before each try but the first: it was sent back at the rows of these."""
+    tries = itertools.count()
+
+    async def wait(work: Work) -> None:
+        if next(tries):
+            await flow.wait_for(work, map(flow.rule_of, permits))
+
+    return wait
+
+
+def _permits_of(entries: Sequence[tuple[Lease, Outcome]]) -> Counter[str]:
+    """How many of each scope these were claimed with."""
+    return Counter(text for lease, _ in entries for text in lease.permits)
 
 
 async def settle_quickly(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -> bool:
@@ -94,8 +147,7 @@ async def settle_quickly(work: Work, entries: Sequence[tuple[Lease, Outcome]]) -
         if isinstance(outcome, Suspended):
             where.update(wake_seq=outcome.wake_seq, deadline_at=None)
         changes.append((where, _left(work, outcome, {})))
-    counts = await asyncio.gather(_complete(work, completed), work.change_each("durable_run", changes))
-    if sum(counts) < len(entries):
+    if await _complete(work, completed) + await work.change_each("durable_run", changes) < len(entries):
         return False
     for lease, outcome in entries:
         if state_after(outcome) in TERMINAL:

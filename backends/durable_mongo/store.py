@@ -190,16 +190,17 @@ class Store:
 
     async def promote(self, *, scope: Scope, limit: int) -> m.Promoted:
         """See `upkeep.promote`."""
-        return await self._write(lambda work: upkeep.promote(work, scope, limit))
+        return await self._plain(lambda work: upkeep.promote(work, scope, limit))
 
     async def sweep(self, *, scope: Scope, limit: int, max_reclaims: int) -> m.Swept:
         """See `upkeep.sweep`."""
         return await self._write(lambda work: upkeep.sweep(work, scope, limit, max_reclaims))
 
     async def mend(self, *, scope: Scope, limit: int) -> int:
-        """See `upkeep.mend`."""
+        """See `upkeep.mend` and `flow.free`."""
         in_vain = await self._plain(lambda work: upkeep.waiting_in_vain(work, scope, limit))
-        return await self._write(lambda work: upkeep.mend(work, scope, limit, in_vain))
+        freed = await self._plain(lambda work: flow.free(work, scope, limit))
+        return freed + await self._write(lambda work: upkeep.mend(work, scope, limit, in_vain))
 
     async def purge(self, *, scope: Scope, limit: int, older_than: Micros | None = None) -> int:
         """See `purge.purge`."""

@@ -22,17 +22,23 @@ PROMOTE = ("available_at", "wake_after", "waiting_for")
 
 
 async def promote(work: Work, scope: Scope, limit: int) -> Promoted:
-    """Due runs become claimable, oldest due first; so do runs for which a token of their rate has come in (76)."""
+    """Due runs become claimable, oldest due first; so do runs for which a token of their rate has come in (76). Without a transaction:
+    each is released by itself, and by one of those that promote at once."""
     now = work.clock.expression()
     # An unreleased node of a graph has no `available_at`: it waits for its upstream, whatever its start.
     due = {"available_at": {"$exists": True}, "$expr": {"$lte": ["$available_at", now]}, **of_scope(scope)}
-    rows = await work.find("durable_run", due, fields=["queue"], sort=[("available_at", 1)], limit=limit)
-    if rows:
+    count = 0
+    queues: set[str] = set()
+    while count < limit and (
+        rows := await work.find("durable_run", due, fields=["queue"], sort=[("available_at", 1)], limit=limit - count)
+    ):
         where: Where = {"_id": {"$in": [row["_id"] for row in rows]}, **due}
-        await work.change_many(
-            "durable_run", where, change(put={"status": "pending"}, compute={"updated_at": now}, drop=PROMOTE)
-        )
-    queues = frozenset(row["queue"] for row in rows)
+        stages = change(put={"status": "pending"}, compute={"updated_at": now}, drop=PROMOTE)
+        released = await work.change_many("durable_run", where, stages)
+        count += released
+        queues.update(row["queue"] for row in rows)
+        if released == len(rows):
+            break  # otherwise somebody was quicker with some of them: there may be more
     for queue in queues:
         work.announce(f"queue:{queue}")
     next_token = await flow.refill(work, scope, limit)
@@ -44,7 +50,7 @@ async def promote(work: Work, scope: Scope, limit: int) -> Promoted:
     )
     instants = [next_token, None if first is None else instant(first, "available_at")]
     return Promoted(
-        count=len(rows), queues=queues, next_due=min((one for one in instants if one is not None), default=None)
+        count=count, queues=frozenset(queues), next_due=min((one for one in instants if one is not None), default=None)
     )
 
 
@@ -94,7 +100,7 @@ async def mend(work: Work, scope: Scope, limit: int, waiting_in_vain: Sequence[s
     return (
         await _cancel_children(work, scope, limit)
         + await _wake_parents(work, waiting_in_vain)
-        + await flow.free(work, scope, limit)
+        + await flow.free_heads(work, scope, limit)
     )
 
 

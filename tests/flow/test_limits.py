@@ -34,6 +34,8 @@ RATE, BURST = 10, 5
 """Starts in a second, and how many at once."""
 KILL_EVERY = 100  # runs
 PATIENCE = 300
+PAUSE = max(0.05, RUNS / 20_000)
+"""Seconds between two looks at the store, each of which reads every run."""
 LIMITS = (
     QueueRecord(scope_name="queue:default", max_concurrency=OF_QUEUE),
     QueueRecord(scope_name="key:default", max_concurrency=OF_KEY),
@@ -157,7 +159,7 @@ async def _campaign(url: str, fleet: Fleet) -> None:
         deadline = time.monotonic() + PATIENCE
         while not await _all_limits_are_reached(client, fleet):
             assert time.monotonic() < deadline, "void: the limits are never reached"
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(PAUSE)
         await client.store.set_queue(rate(SECOND))
         await _kill_one_that_is_at_work(fleet, dice)
         deadline = time.monotonic() + PATIENCE + RUNS / 2
@@ -165,7 +167,7 @@ async def _campaign(url: str, fleet: Fleet) -> None:
             assert time.monotonic() < deadline, f"{done} of {RUNS} runs have ended"
             if done // KILL_EVERY >= len(fleet.killed) and await _waiting(client):
                 await _kill_one_that_is_at_work(fleet, dice)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(PAUSE)
         assert list(await client.audit()) == []
 
 
