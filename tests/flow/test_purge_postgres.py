@@ -175,7 +175,9 @@ def _buffers_of_a_claim(database: Database) -> int:
             for _ in range(3):
                 taken, seen = eye.look(claim)
                 assert taken == TAKEN
-            return sum(one.buffers for one in seen)
+            buffers = sum(one.buffers for one in seen)
+            assert buffers > TAKEN, "void: so little is read by a claim that takes nothing"
+            return buffers
         finally:
             with mock.patch.object(database, "drop"):
                 eye.close()

@@ -145,7 +145,6 @@ class Eye:
         self.loop = asyncio.new_event_loop()
         self.seen: list[Seen] = []
         self.leases: list[Lease] = []
-        self.marks = itertools.count()
         options = " ".join(f"-c {name}={value}" for name, value in EXPLAIN.items())
         url = f"{database.url}?options={urllib.parse.quote(options)}&listen=off"
         EYES[database.name] = self
@@ -174,6 +173,8 @@ class Eye:
 
 
 EYES: dict[str, Eye] = {}
+MARKS = itertools.count()
+"""Of all eyes: a claim with the mark of another one would be answered with what that one holds."""
 
 
 def watched(con: Any) -> None:
@@ -196,7 +197,7 @@ def claim(eye: Eye, **changes: Any) -> int:
     values: dict[str, Any] = {"functions": [("f0", None)], "queues": {"default": TAKEN}, "limit": TAKEN, "scope": ALL}
     request = ClaimRequest(
         **{
-            "mark": f"m{next(eye.marks)}",
+            "mark": f"m{next(MARKS)}",
             "lease": LEASE,
             "family": "x",
             **values,
