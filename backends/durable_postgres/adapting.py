@@ -114,7 +114,8 @@ class _JsonLoader(adapt.Loader):
 
 class _ListDumper(ListBinaryDumper):
     """As the driver's own, byte for byte. But a list of texts, of instants or of small integers is what batches consist of: it is written
-    in one go, not item by item. Whatever else a list may hold is left to the driver."""
+    in one go, not item by item. Whatever else a list may hold is left to the driver, as is the connection of a caller with another encoding
+    than UTF-8."""
 
     def get_key(self, obj: list[Any], format: PyFormat) -> DumperKey:
         """What lists of its kind have in common."""
@@ -123,12 +124,15 @@ class _ListDumper(ListBinaryDumper):
     def dump(self, obj: list[Any]) -> Buffer | None:
         """The list as the server reads it."""
         packed = _PACKED.get(type(self.sub_dumper))
-        if packed is not None and obj:
+        if packed is not None and obj and (packed is not _texts or self._in_utf8()):
             try:
                 return packed(obj)
             except (AttributeError, TypeError, struct.error):
                 pass  # there is a NULL, or not what it is taken for: the driver says so
         return super().dump(obj)
+
+    def _in_utf8(self) -> bool:
+        return self.connection is None or self.connection.info.encoding == "utf-8"
 
 
 def _texts(items: list[str]) -> bytes:

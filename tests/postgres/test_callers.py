@@ -239,6 +239,20 @@ async def test_a_key_that_another_transaction_takes_meanwhile_is_found(
     assert (answer.disposition, answer.run.run_id) == ("existing", first.run_id)
 
 
+async def test_a_connection_in_another_encoding_stores_the_same_text(database: Database, scene: Scene) -> None:
+    """What is sent in one go is sent in UTF-8; such a connection takes it for its own encoding."""
+    async with await psycopg.AsyncConnection.connect(database.url, client_encoding="LATIN1") as con:
+        runs = [
+            new_run(input=f'[["größer {number}"],{{}}]', idempotency_key=f"schlüssel {number}") for number in range(2)
+        ]
+        await scene.store.enqueue(runs, tx=con)
+        await con.commit()
+    stored = await scene.store.get([run.run_id for run in runs], scope=ALL)
+    assert [(run.input, run.idempotency_key) for run in stored if run is not None] == [
+        (run.input, run.idempotency_key) for run in runs
+    ]
+
+
 async def test_errors_of_the_callers_transaction_pass_through_untouched(database: Database, scene: Scene) -> None:
     async with await psycopg.AsyncConnection.connect(database.url) as con:
         with pytest.raises(psycopg.errors.UndefinedTable):
