@@ -60,7 +60,6 @@ _VIEW: Final = re.compile(r"CREATE (?:OR REPLACE )?VIEW (\w+)")
 _INDEX: Final = re.compile(r"CREATE (UNIQUE )?INDEX (?:CONCURRENTLY )?(?:IF NOT EXISTS )?(\w+) ON (\w+)")
 _ADDED: Final = re.compile(r"ALTER TABLE (\w+) ADD COLUMN (?:IF NOT EXISTS )?(\w+)")
 _DROPPED: Final = re.compile(r"DROP INDEX (?:CONCURRENTLY )?(?:IF EXISTS )?(\w+)")
-_PUNCTUATION: Final = re.compile(r"[(),]")
 _NO_COLUMN: Final = ("PRIMARY KEY", "CONSTRAINT", "CHECK", "UNIQUE", "'")
 
 
@@ -147,12 +146,11 @@ def _parts(body: str) -> list[str]:
     """The parts of a list at its commas, but not inside brackets."""
     parts: list[str] = []
     depth = start = 0
-    for found in _PUNCTUATION.finditer(body):
-        mark = found[0]
-        depth += (mark == "(") - (mark == ")")
-        if mark == "," and depth == 0:
-            parts.append(body[start : found.start()].strip())
-            start = found.end()
+    for place, letter in enumerate(body):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append(body[start:place].strip())
+            start = place + 1
     return [*parts, body[start:].strip()]
 
 

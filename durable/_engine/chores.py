@@ -43,27 +43,22 @@ class Chore:
         """There may be work now."""
         self._nudge.set()
 
-    async def run(self, *, first: Micros, start: asyncio.Lock) -> None:
-        """Work and rest for ever. Ends by being cancelled only. Those of one `start` do their first work one after the other."""
+    async def run(self, *, first: Micros) -> None:
+        """Work and rest for ever. Ends by being cancelled only."""
         await self._rest(round(first * random.random()))
-        async with start:
-            rest = await self._once()
         while True:
+            try:
+                rest = await self._work()
+            except Exception as error:  # noqa: BLE001 -- a chore outlives everything; it is reported and shows in the health
+                self.failures += 1
+                self._events.emit(
+                    ChoreFailed(chore=self.name, error=f"{type(error).__name__}: {error}", in_a_row=self.failures)
+                )
+                rest = min(SECOND << min(self.failures, 5), 30 * SECOND)
+                self._nudge.clear()
+            else:
+                self.failures = 0
             await self._rest(rest)
-            rest = await self._once()
-
-    async def _once(self) -> Micros:
-        try:
-            rest = await self._work()
-        except Exception as error:  # noqa: BLE001 -- a chore outlives everything; it is reported and shows in the health
-            self.failures += 1
-            self._events.emit(
-                ChoreFailed(chore=self.name, error=f"{type(error).__name__}: {error}", in_a_row=self.failures)
-            )
-            self._nudge.clear()
-            return min(SECOND << min(self.failures, 5), 30 * SECOND)
-        self.failures = 0
-        return rest
 
     async def _rest(self, length: Micros) -> None:
         try:
@@ -121,12 +116,10 @@ class Chores:
         return all(chore.healthy for chore in self.all)
 
     def start(self) -> None:
-        """Start the loops: promotion and sweep at once, what is heavy after a random while. At the start they wait for each other, so that
-        the first claims do not share the store with all of them."""
+        """Start the loops: promotion and sweep at once, what is heavy after a random while."""
         first = {self.purge: self._settings.purge_every, self.mend: self._lease // 4}
-        start = asyncio.Lock()
         self._tasks = [
-            asyncio.create_task(chore.run(first=first.get(chore, 0), start=start), name=f"durable {chore.name}")
+            asyncio.create_task(chore.run(first=first.get(chore, 0)), name=f"durable {chore.name}")
             for chore in self.all
         ]
 

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from ..config import DISTRIBUTION
 from ..errors import ConfigurationError, DurableError, NotFound, RegistrationError, StoreError
 from . import (
     approval_commands,
@@ -42,7 +43,7 @@ app = typer.Typer(
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
-        print(importlib.metadata.version("durable-sdk"))
+        print(importlib.metadata.version(DISTRIBUTION))
         raise typer.Exit
 
 

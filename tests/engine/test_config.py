@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import asyncio
 import threading
 from pathlib import Path
@@ -74,6 +75,14 @@ def test_passwords_are_not_shown() -> None:
         durable.config.backend_for(secret.replace("postgresql", "elsewhere"))
     assert "hunter2" not in str(caught.value)
     assert "hunter2" not in repr(durable.Client(secret))
+
+
+def test_a_backend_of_another_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint(
+        name="elsewhere", value="durable_sqlite:backend", group=durable.config.ENTRY_POINTS
+    )
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [entry])
+    assert durable.config.backend_for("elsewhere://host/db") is durable.config.backend_for("sqlite://")
 
 
 def test_a_missing_backend_says_what_to_install() -> None:
