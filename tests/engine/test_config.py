@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import asyncio
+import importlib.metadata
 import threading
 from pathlib import Path
 from typing import Any
