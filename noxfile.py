@@ -15,7 +15,6 @@ The next ones run tests of the whole at full length:
 
     fuzz    random programs, killed at every position
     races   conflicting operations in every order, on SQLite with many trials
-    wakes   a parent of 1,000 children: how often it is woken, on each store
     waits   the five races of runs that wait, 10,000 on each store
     wakes   how often a parent of 1,000 children is woken, on each store
     suspended   100,000 suspended runs beside a worker and a claim, on each store

@@ -131,7 +131,8 @@ class Activation:
                 self.wake()
             await self._ended
             alive = await self.execution.ended()
-            self._warn("steps refuse to end and are left to themselves", alive)
+            if alive:
+                self._warn("steps refuse to end and are left to themselves", alive)
             if not await self.body.dead():
                 self._warn("does not come back and is left to itself", ["the thread of the body"])
             elif not alive:
@@ -292,7 +293,7 @@ class Activation:
         if waiter is None and record.step_id not in (CANCEL_ID, TIMEOUT_ID):
             self._mismatch = not_called(record, self.calls, self.run_record.name)
             return False
-        journal.cursor += 1
+        journal.deliver(record)
         self._spun = False
         body.now = max(body.now, record.at)
         if waiter is None:
@@ -324,7 +325,8 @@ class Activation:
         if self.over or self._queued or self.unstarted:
             return
         if self.execution.busy or self.outside.busy or not self.journal.settled:
-            self._arm(self.next_due())
+            if self._dues or self._alarm is not None or self.execution.backing_off:
+                self._arm(self.next_due())
         elif self.waits or self.execution.backing_off:
             self._come_to_rest()
         else:
@@ -428,7 +430,7 @@ class Activation:
         if body.poison is not None:
             self._end(MisuseEnding(body.poison))
             return
-        if self._mismatch is None and body.done:
+        if self._mismatch is None and body.done and journal.cursor < len(journal.records):
             unasked = next((r for r in journal.records[journal.cursor :] if r.step_id not in self.calls), None)
             if unasked is not None:
                 self._mismatch = not_called(unasked, self.calls, self.run_record.name, returned=True)
@@ -482,8 +484,7 @@ class Activation:
         self.outside.stop()
 
     def _warn(self, what: str, whom: list[str]) -> None:
-        if whom:
-            logger.warning("%s %s: %s: %s", self.run_record.name, self.run_record.run_id, what, ", ".join(whom[:5]))
+        logger.warning("%s %s: %s: %s", self.run_record.name, self.run_record.run_id, what, ", ".join(whom[:5]))
 
     def _tear_down(self) -> None:
         """Unfinished branches are cancelled with the context closed, runners are cancelled (28, 28a, R14, R15)."""
@@ -491,8 +492,10 @@ class Activation:
             self.execution.stop()
             left_over = self.body.left_over() if isinstance(self._ending, Returned) else []
             dropped = self.body.close_down(self.recorder.settings.teardown_rounds)
-            self._warn("returned with branches left; they were cancelled", left_over)
-            self._warn("left branches that refuse to end; they were dropped", dropped)
+            if left_over:
+                self._warn("returned with branches left; they were cancelled", left_over)
+            if dropped:
+                self._warn("left branches that refuse to end; they were dropped", dropped)
         except Exception as error:  # noqa: BLE001 - as in the pump
             self.fault(error)
         if not self._ended.done():

@@ -297,6 +297,8 @@ class BodyLoop(asyncio.AbstractEventLoop):
 
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:
         """Those that were begun, not finished and not closed; asked once."""
+        if not (self.generators or self.dropped_generators):
+            return []
         still = [
             generator for generator in (reference() for reference in self.generators.values()) if generator is not None
         ]
@@ -322,7 +324,8 @@ class BodyLoop(asyncio.AbstractEventLoop):
             if not left:
                 generators = self.open_generators()
                 if not generators:
-                    break
+                    self.ready.clear()
+                    return []
                 for generator in generators:
                     task = BranchTask(generator.aclose(), loop=self, scope=self.callbacks, name="close")
                     self.tasks[task] = None

@@ -70,8 +70,11 @@ class EncryptedStore:
 
     async def claim(self, request: m.ClaimRequest) -> Sequence[m.Claimed]:
         """See `RunStore.claim`. A run that can not be opened is given up and not returned; the others go on (9)."""
-        found = [await self._claimed(one) for one in await self.within.claim(request)]
-        return [one for one in found if one is not None]
+        found = await self.within.claim(request)
+        if not any(map(_holds_sealed, found)):
+            return found
+        opened = [await self._claimed(one) for one in found]
+        return [one for one in opened if one is not None]
 
     async def renew(self, renewals: Sequence[m.Renewal], *, lease: Micros) -> Sequence[m.Renewed]:
         """See `RunStore.renew`."""
@@ -79,7 +82,9 @@ class EncryptedStore:
 
     async def settle(self, entries: Sequence[tuple[m.Lease, m.Outcome]]) -> Sequence[m.Settled]:
         """See `RunStore.settle`."""
-        return await self.within.settle([(lease, self._outcome(lease, outcome)) for lease, outcome in entries])
+        if self._ring:
+            entries = [(lease, self._outcome(lease, outcome)) for lease, outcome in entries]
+        return await self.within.settle(entries)
 
     async def request_cancel(self, run_ids: Sequence[str], *, scope: Scope, reason: str = "") -> Sequence[bool]:
         """See `RunStore.request_cancel`. A reason may become a run's error, so each run gets its own text of it. Raises SerializationError
@@ -145,6 +150,8 @@ class EncryptedStore:
     async def append(self, records: Sequence[tuple[m.Lease, m.NewRecord]]) -> Sequence[m.Appended]:
         """See `StepJournal.append`."""
         answers = await self.within.append([(lease, self._new_record(lease, record)) for lease, record in records])
+        if not any(answer.record is not None and sealed(answer.record.result) for answer in answers):
+            return answers
         return [
             await self._appended(lease, record, answer)
             for (lease, record), answer in zip(records, answers, strict=True)
@@ -288,8 +295,6 @@ class EncryptedStore:
         return _changed(renewal, progress=self._progress(renewal.lease, renewal.progress))
 
     def _outcome(self, lease: m.Lease, outcome: m.Outcome) -> m.Outcome:
-        if not self._ring:
-            return outcome
         if isinstance(outcome, m.Completed):
             return m.Completed(output=self._seal(outcome.output, lease.tenant, lease.run_id, "output"))
         if isinstance(outcome, m.Suspended) or outcome.failure is None:
@@ -305,10 +310,9 @@ class EncryptedStore:
     # -- on the way out ----------------------------------------------------------------------------------------------------
 
     async def _claimed(self, one: m.Claimed) -> m.Claimed | None:
-        texts = [getattr(one.run, field) for field in RUN_FIELDS] + [record.result for record in one.history]
-        if not any(map(sealed, texts)):
+        if not _holds_sealed(one):
             return one
-        origins = await self._origins(one.run, texts)
+        origins = await self._origins(one.run, _texts(one.run, one.history))
         try:
             run = self._opened(one.run, RUN_FIELDS, one.run.tenant, origins)
             history = tuple(self._record(record, one.run.tenant, origins) for record in one.history)
@@ -341,7 +345,7 @@ class EncryptedStore:
 
     async def _run(self, run: m.RunRecord) -> m.RunRecord:
         """The run for those who look: with a mark in the place of what can not be opened."""
-        texts = [getattr(run, field) for field in RUN_FIELDS]
+        texts = _texts(run)
         if not any(map(sealed, texts)):
             return run
         return self._shown(run, RUN_FIELDS, run.tenant, await self._origins(run, texts))
@@ -434,6 +438,14 @@ class EncryptedStore:
             return dict.fromkeys(run_ids, scope)
         found = await self.within.get(run_ids, scope=ALL) if run_ids else ()
         return {run.run_id: run.tenant for run in found if run is not None}
+
+
+def _texts(run: m.RunRecord, history: Sequence[m.StepRecord] = ()) -> list[str | None]:
+    return [getattr(run, field) for field in RUN_FIELDS] + [record.result for record in history]
+
+
+def _holds_sealed(one: m.Claimed) -> bool:
+    return any(map(sealed, _texts(one.run, one.history)))
 
 
 def _own_origins(run: m.RunRecord) -> set[str]:

@@ -38,7 +38,7 @@ class Execution:
 
     def __init__(self, host: Activation) -> None:
         self.host = host
-        self.running: set[Pending] = set()
+        self.running: dict[str, Pending] = {}
         self.backing_off: dict[str, Pending] = {}
         """Steps whose next attempt is further away than `park_after`: a durable wait (24)."""
         self._threads: set[asyncio.Future[Any]] = set()
@@ -64,7 +64,7 @@ class Execution:
         context = call.context
         assert context is not None
         context.run(steps.STEP_KEY.set, f"{self.host.run_record.run_id}:{call.step_id}")
-        self.running.add(call)
+        self.running[call.step_id] = call
         call.runner = self.host.outer.create_task(self._execute(call, tries, again), context=context)
 
     def give_up(self, call: Pending) -> None:
@@ -81,15 +81,21 @@ class Execution:
     def stop(self) -> None:
         """The activation is over: cancel what runs, except what is being recorded."""
         self.backing_off.clear()
-        for call in list(self.running):
+        for call in list(self.running.values()):
             self._cancel(call)
 
     async def ended(self) -> list[str]:
         """Return when nothing of the activation runs any more, threads of its steps included (R15); bounded, then dropped (28)."""
+        if not (self.running or self._threads or self.host.outside.tasks):
+            return []
         until = self.host.outer.time() + LONGEST_DEATH
         while True:
             # One that was cancelled before its first turn never took itself out.
-            runners = {c.runner: c.step_id for c in self.running if c.runner is not None and not c.runner.done()}
+            runners = {
+                call.runner: call.step_id
+                for call in self.running.values()
+                if call.runner is not None and not call.runner.done()
+            }
             waiting: set[asyncio.Future[Any]] = {*runners, *self.host.outside.tasks, *self._threads}
             if not waiting:
                 return []
@@ -136,10 +142,8 @@ class Execution:
         try:
             if again:
                 await pause(max(0, again - host.recorder.clock()))
-            if call.plan is None:
+            if call.plan is None or await self._attempts(call, call.plan, tries):
                 await self._record(call)
-            else:
-                await self._attempts(call, call.plan, tries)
         except asyncio.CancelledError:
             if not (call.stopping or host.over):  # somebody ends the worker's tasks: this is no failure of the step
                 host.interrupt(WorkerStopped(f"the step {call.step_id} was cancelled with the worker"))
@@ -147,25 +151,26 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - the recorder's last word: nothing can be written any more
             host.interrupt(error)
         finally:
-            self.running.discard(call)
+            self.running.pop(call.step_id, None)
             host.wake()
 
-    async def _attempts(self, call: Pending, plan: StepPlan, tries: int) -> None:
-        """Attempt after attempt, until one is recorded as the step's end, the next one is far away, or nobody wants it."""
+    async def _attempts(self, call: Pending, plan: StepPlan, tries: int) -> bool:
+        """Attempt after attempt. True: the last one is the step's end. False: that is recorded, the next one is far away, or nobody wants
+        it any more."""
         host = self.host
         while host.recorder.held():
             if call.transaction is not None:
                 error = await self._transaction(call, plan)
             else:
-                error = await self._attempt(call, plan)
+                call.attempted = await self._attempt(call, plan)
+                error = call.attempted.error
             tries += 1
             if call.recording or call.done() or host.over:
-                return
+                return False
             if error is None or not plan.retry.decides(error, tries):
-                await self._record(call)
-                return
+                return True
             if not await self._wait(call, plan, tries, error):
-                return
+                return False
         raise LeaseLost(f"the lease ended before the step {call.step_id} was begun")
 
     async def _wait(self, call: Pending, plan: StepPlan, tries: int, error: BaseException) -> bool:
@@ -183,19 +188,18 @@ class Execution:
         await pause(wait)
         return True
 
-    async def _attempt(self, call: Pending, plan: StepPlan, connection: tuple[Any, ...] = ()) -> BaseException | None:
+    def _attempt(self, call: Pending, plan: StepPlan, connection: tuple[Any, ...] = ()) -> Awaitable[steps.Attempted]:
         host, body = self.host, self.host.body
         args, kwargs = steps.isolated(plan, call.args, call.kwargs, call.arguments, host.codec)
-        call.attempted = attempted = await steps.attempt(
+        return steps.attempt(
             plan,
-            (*connection, *args),
+            (*connection, *args) if connection else args,
             kwargs,
             step_id=call.step_id,
             codec=host.codec,
             run_blocking=body.run_here if isinstance(body, ThreadBody) else self._in_thread,
             interruptible=not body.blocking,
         )
-        return attempted.error
 
     async def _record_attempt(self, call: Pending, tries: int, again: Instant, error: BaseException) -> None:
         data = plain.read(error_data(error).to_json())
@@ -260,9 +264,9 @@ class Execution:
                 call.recording = False
                 if unwanted():
                     raise asyncio.CancelledError
-            error = await self._attempt(call, plan, (connection,))
-            if error is not None:
-                raise error
+            call.attempted = await self._attempt(call, plan, (connection,))
+            if call.attempted.error is not None:
+                raise call.attempted.error
             if unwanted():
                 raise asyncio.CancelledError
             position = host.journal.assign()

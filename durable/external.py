@@ -133,7 +133,7 @@ class Outside:
             best = Event(self._cancel_at, -2, None, None, RecordKind.CANCEL)
         if self._timeout_at is not None and interruptible:
             best = _earlier(best, Event(self._timeout_at, -1, None, None, RecordKind.TIMEOUT))
-        first = host.earliest_wait()
+        first = host.earliest_wait() if host.waits else None
         if first is not None and first.due is not None and first.due <= host.recorder.clock():
             best = _earlier(best, Event(first.due, first.order, first, None, first.kind))
         names = self._names() if self._listening else {}

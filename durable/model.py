@@ -1,4 +1,4 @@
-"""The vocabulary: what runs, records, leases, signals and schedules are. Frozen values, keyword-only, no behaviour.
+"""The vocabulary: what runs, records, leases, signals and schedules are. Values, keyword-only, no behaviour.
 
 Everybody above may use them; they know nobody. Instants are integer microseconds since the epoch, UTC (`Instant`), durations
 integer microseconds (`Micros`), payloads JSON text (`Json`): one form for three stores. `datetime` appears in the faces only.
@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeAlias
 from uuid import UUID
 
 from .settings import Micros
+from .values import value
 
 Instant: TypeAlias = int
 Json: TypeAlias = str
@@ -131,7 +132,7 @@ def new_run_id() -> str:
     return str(uuid.UUID(int=value | (bits & 0xFFF) << 64 | bits >> 18))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Names:
     """How the tables are called: a schema (PostgreSQL) and a new name for any table (`{"durable_run": "jobs_run"}`)."""
 
@@ -142,7 +143,7 @@ class Names:
 # -- runs ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Dependency:
     """An edge of a static graph: this run waits until `run_id` has completed."""
 
@@ -152,7 +153,7 @@ class Dependency:
     position: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class NewRun:
     """A run to be stored. Keys are as the caller passed them; the store prefixes the tenant (34)."""
 
@@ -193,7 +194,7 @@ class NewRun:
 Disposition: TypeAlias = Literal["created", "existing", "coalesced"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class RunRecord:
     """A run as it stands in the store: what get, find and claim give."""
 
@@ -250,7 +251,7 @@ class RunRecord:
     tags: Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Submitted:
     """The answer to one submit (39). `run` is the run that the caller now waits for."""
 
@@ -258,7 +259,7 @@ class Submitted:
     disposition: Disposition
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Pulse:
     """What a waiting handle needs to see again and again."""
 
@@ -270,7 +271,7 @@ class Pulse:
     progress: Json | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class RunQuery:
     """A listing, newest first. Empty sequences mean no filter; `cursor` is what the page before gave back, opaque."""
 
@@ -286,7 +287,7 @@ class RunQuery:
     cursor: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Page:
     """A page of a listing; `cursor` is None at the end."""
 
@@ -297,7 +298,7 @@ class Page:
 # -- leases and claims --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Lease:
     """What a holder shows with every write: the run and the fence, which is the pair (attempts, mark) (1)."""
 
@@ -311,7 +312,7 @@ class Lease:
     """A hint, too: the permits that it was claimed with, of a store whose settle gives them back without looking (73)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class ClaimRequest:
     """One claim. `mark` is new for every claim call; the same mark again asks for the answer of a claim that was lost (8)."""
 
@@ -330,7 +331,7 @@ class ClaimRequest:
     """True: the worker holds no other run, so it may take one run that is blocked on 'alone' (15), and then only that."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Claimed:
     """A run in hand: the lease, the run, its journal by position (attempt rows last). Fresh runs have an empty one."""
 
@@ -339,7 +340,7 @@ class Claimed:
     history: Sequence[StepRecord] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Renewal:
     """One lease to be prolonged, with the progress to be written beside it, if any."""
 
@@ -347,7 +348,7 @@ class Renewal:
     progress: Json | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Renewed:
     """The answer for one lease (13). `unknown`: a commit under way held the row; it proves nothing."""
 
@@ -360,7 +361,7 @@ class Renewed:
 # -- the journal --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class NewRecord:
     """A record to be appended by the holder. `children` are inserted in the same write (48)."""
 
@@ -382,7 +383,7 @@ class NewRecord:
     """SIGNAL: the `seq` of the signal that this record takes. A signal is taken while a record names it (32)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class StepRecord:
     """A record as it stands in the journal."""
 
@@ -400,7 +401,7 @@ class StepRecord:
     """SIGNAL: the `seq` of the signal that it takes."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Appended:
     """The answer for one record (20). `recorded`: one of that step_id was there; `record` is the stored one."""
 
@@ -412,7 +413,7 @@ class Appended:
 # -- outcomes -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Failure:
     """Why a run ends or is tried again, as data. `positions`: the failed records that the error carries (50)."""
 
@@ -422,42 +423,42 @@ class Failure:
     positions: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Completed:
     """The body returned."""
 
     output: Json
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Failed:
     """The body raised for the last time, or can not go on."""
 
     failure: Failure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Cancelled:
     """An ask that was not refused was carried out."""
 
     failure: Failure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class TimedOut:
     """The deadline, or the cap of one execution."""
 
     failure: Failure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class ForwardIncomplete:
     """Past its pivot, and could not go forward."""
 
     failure: Failure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Retry:
     """The body raised and is tried again `after`; `failure.positions` and what came after them is taken out (50)."""
 
@@ -465,7 +466,7 @@ class Retry:
     failure: Failure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Suspended:
     """At rest, waiting for something durable. Matches the `wake_seq` that was read before the inbox (31)."""
 
@@ -480,7 +481,7 @@ class Suspended:
     """A child that lands in any state but completed wakes at once."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class HandedBack:
     """Given up by a worker that stops, or by one whose code does not match. `failures` stays (16, 25)."""
 
@@ -496,7 +497,7 @@ Settled: TypeAlias = Literal["landed", "woken", "lost"]
 # -- mailbox ------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class NewSignal:
     """A signal to be sent. `dedup_id` makes a repeated send the same one (32)."""
 
@@ -506,7 +507,7 @@ class NewSignal:
     dedup_id: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Signal:
     """A stored signal: kept until a record names its `seq`, which is the `wake_seq` that its send produced."""
 
@@ -516,7 +517,7 @@ class Signal:
     at: Instant
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class ChildEnd:
     """How a child of a run landed."""
 
@@ -530,7 +531,7 @@ class ChildEnd:
     at: Instant
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Inbox:
     """What came to a run from outside, read in one snapshot with its `wake_seq` (31)."""
 
@@ -548,7 +549,7 @@ class Inbox:
 # -- schedules ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class ScheduleSpec:
     """A schedule as it is registered. `schedule_id` is as the caller passed it."""
 
@@ -557,16 +558,16 @@ class ScheduleSpec:
     cron: str
     tz: str
     input: Json
+    next_fire_at: Instant | None
+    """What the registration computed; kept only where cron or zone is new or changed (56). None: never again."""
     queue: str = "default"
     overlap: Literal["skip", "queue", "allow"] = "skip"
     catch_up: Literal["none", "latest", "all"] = "latest"
     jitter: Micros = 0
-    next_fire_at: Instant | None
-    """What the registration computed; kept only where cron or zone is new or changed (56). None: never again."""
     from_code: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Schedule:
     """A schedule as it stands in the store."""
 
@@ -591,7 +592,7 @@ class Schedule:
     updated_at: Instant
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Firing:
     """One compare, advance and enqueue: carried out only if the schedule's next instant is still `expected` (53)."""
 
@@ -608,7 +609,7 @@ class Firing:
 # -- upkeep -------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Promoted:
     """Due runs made claimable. `next_due`: the next instant at which there is something to promote."""
 
@@ -617,7 +618,7 @@ class Promoted:
     next_due: Instant | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Swept:
     """Lapsed leases: runs returned to pending, and runs past the reclaim limit that landed failed."""
 
@@ -629,7 +630,7 @@ class Swept:
     makes room for one such run (15)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class WorkerRecord:
     """A worker in the registry (17)."""
 
@@ -648,7 +649,7 @@ class WorkerRecord:
     """Both are the store's stamps; ignored when registering."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class QueueRecord:
     """Flow control of one scope: `queue:NAME`, `function:NAME`, `key:QUEUE` for each concurrency key of that queue, `share:QUEUE` for
     each tenant in that queue, or `tenant` for everything of one tenant."""
@@ -665,7 +666,7 @@ class QueueRecord:
     """Tenants take turns in this queue, whatever the backlog of one: `queue:NAME` of ALL only."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class QueueStats:
     """One queue as it stands: how much, how old, how bad."""
 
@@ -680,7 +681,7 @@ class QueueStats:
     failed_by_kind: Mapping[str, int]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class TenantStats:
     """What is stored of one tenant, or of the untagged (None)."""
 
@@ -691,7 +692,7 @@ class TenantStats:
     schedules: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Explanation:
     """Why a run stands where it stands, in sentences for people; `code` is for machines."""
 
@@ -700,7 +701,7 @@ class Explanation:
     reasons: Sequence[str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Finding:
     """An invariant that the stored rows break (audit)."""
 
@@ -709,7 +710,7 @@ class Finding:
     text: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Check:
     """One check of a store (doctor): ok, warn or refuse, with the sentence that says what to do."""
 
@@ -718,7 +719,7 @@ class Check:
     text: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class SchemaStatus:
     """What version the tables have, what version this code wants, and whether `migrate` would do something."""
 
@@ -729,7 +730,7 @@ class SchemaStatus:
     """Tables, columns or indexes that are not there."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@value
 class Capabilities:
     """What a store can do beyond the contract."""
 

@@ -57,7 +57,7 @@ class Recorder(Protocol):
         """May this worker still act for the run? Past the end of its lease, by the monotonic clock, no step is begun (14)."""
         ...
 
-    async def append(self, record: NewRecord) -> StepRecord:
+    def append(self, record: NewRecord) -> Awaitable[StepRecord]:
         """Durable when it returns. The records of a run go out in the order of the calls. A record that is there already is returned
         as stored. Raises LeaseLost when fenced out; retries StoreUnavailable itself until the lease has ended; any other
         error means that the record was not written."""
@@ -277,7 +277,18 @@ class Journal:
     is all that counts (R13).
     """
 
-    __slots__ = ("_attempts", "_landed", "_open", "attempted_at", "by_id", "cursor", "records", "replayed", "tries")
+    __slots__ = (
+        "_attempts",
+        "_landed",
+        "_open",
+        "attempted_at",
+        "by_id",
+        "cursor",
+        "records",
+        "replayed",
+        "seen",
+        "tries",
+    )
 
     def __init__(self, history: Sequence[StepRecord]) -> None:
         self.records: list[StepRecord] = sorted((r for r in history if r.position is not None), key=_position)
@@ -292,15 +303,12 @@ class Journal:
                 self.attempted(record)
         self.cursor = 0
         """Index of the next record to be delivered."""
+        self.seen = -1
+        """The highest position that was delivered; -1: none."""
         self.replayed = len(self.records)
         """How many records there were when the activation began."""
         self._open: dict[int, None] = {}
         self._landed: dict[int, StepRecord] = {}
-
-    @property
-    def seen(self) -> int:
-        """The highest position that was delivered; -1: none."""
-        return _position(self.records[self.cursor - 1]) if self.cursor else -1
 
     @property
     def exhausted(self) -> bool:
@@ -311,6 +319,11 @@ class Journal:
     def settled(self) -> bool:
         """The frontier: everything that has a position has been delivered. Only here external events are chosen."""
         return self.cursor == len(self.records) and not self._open
+
+    def deliver(self, record: StepRecord) -> None:
+        """The body is given the next record, which is this one."""
+        self.cursor += 1
+        self.seen = _position(record)
 
     def delivered(self, step_id: str) -> StepRecord | None:
         """The record of this id, if the body has been given it already."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .codec import Codec, Signature, error_data, error_envelope, lasting, value_envelope
 from .errors import Misuse, RegistrationError, SerializationError, StepTimeout
@@ -110,8 +110,7 @@ def _is_coroutine_function(fn: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Attempted:
+class Attempted(NamedTuple):
     """How an attempt ended: the envelope to be stored; the value as it will be read from it, or the error."""
 
     envelope: str
@@ -146,7 +145,12 @@ async def attempt(
     A result that can not be stored is an error of the step like any other: recorded, so that replay raises it too (22).
     """
     try:
-        value = await _limited(plan, args, kwargs, step_id, run_blocking, interruptible)
+        if plan.timeout is None:
+            value = await _called(plan, args, kwargs, run_blocking)
+        elif interruptible:
+            value = await _interrupted(plan, plan.timeout, args, kwargs, step_id, run_blocking)
+        else:
+            value = await _measured(plan, plan.timeout, args, kwargs, step_id, run_blocking)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -169,51 +173,34 @@ def failed(error: BaseException) -> Attempted:
     return Attempted(error_envelope(error_data(error)), error=error)
 
 
-def _limited(
-    plan: StepPlan,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    step_id: str,
-    run_blocking: InThread,
-    interruptible: bool,
-) -> Awaitable[Any]:
-    if plan.timeout is None:
-        return _called(plan, args, kwargs, run_blocking)
-    limited = _interrupted if interruptible else _measured
-    return limited(plan, args, kwargs, step_id, run_blocking)
-
-
 async def _interrupted(
-    plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], step_id: str, run_blocking: InThread
+    plan: StepPlan, limit: Micros, args: tuple[Any, ...], kwargs: Mapping[str, Any], step_id: str, in_thread: InThread
 ) -> Any:
-    assert plan.timeout is not None
-    limit = asyncio.timeout(plan.timeout / SECOND)
+    timeout = asyncio.timeout(limit / SECOND)
     try:
-        async with limit:
-            return await _called(plan, args, kwargs, run_blocking)
+        async with timeout:
+            return await _called(plan, args, kwargs, in_thread)
     except TimeoutError as error:
-        if limit.expired():
-            raise _timed_out(plan, step_id) from error
+        if timeout.expired():
+            raise _timed_out(limit, step_id) from error
         raise
 
 
 async def _measured(
-    plan: StepPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], step_id: str, run_blocking: InThread
+    plan: StepPlan, limit: Micros, args: tuple[Any, ...], kwargs: Mapping[str, Any], step_id: str, in_thread: InThread
 ) -> Any:
     """A step in the thread of its body: it can not be interrupted, the time limit takes effect when it returns (28b)."""
-    assert plan.timeout is not None
     loop = asyncio.get_running_loop()
     began = loop.time()
-    value = await _called(plan, args, kwargs, run_blocking)
-    if loop.time() - began > plan.timeout / SECOND:
-        raise _timed_out(plan, step_id)
+    value = await _called(plan, args, kwargs, in_thread)
+    if loop.time() - began > limit / SECOND:
+        raise _timed_out(limit, step_id)
     return value
 
 
-def _timed_out(plan: StepPlan, step_id: str) -> StepTimeout:
-    assert plan.timeout is not None
+def _timed_out(limit: Micros, step_id: str) -> StepTimeout:
     return StepTimeout(
-        f"ran longer than its timeout of {plan.timeout / SECOND:g} s",
+        f"ran longer than its timeout of {limit / SECOND:g} s",
         step_id=step_id,
         type_name="durable.errors.StepTimeout",
     )

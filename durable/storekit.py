@@ -57,21 +57,17 @@ _Value = TypeVar("_Value")
 
 
 def maker(kind: type[_Value]) -> Callable[[Sequence[Any]], _Value]:
-    """A function that makes a frozen value of `durable.model` from its fields, all of them, in their order.
+    """A function that makes a value of `durable.model` from its fields, all of them, in their order: an eighth of the time that their
+    names take, and a claim makes a hundred runs of fifty fields."""
+    make = cast("Callable[..., _Value]", kind)
+    size = len(dataclasses.fields(kind))  # type: ignore[arg-type]
 
-    The constructor of a frozen class sets each field through `object.__setattr__`; for a run, with its fifty fields, that costs as much
-    as the database does. This sets the slots themselves, in a third of the time.
-    """
-    setters = tuple(getattr(kind, field.name).__set__ for field in dataclasses.fields(kind))  # type: ignore[arg-type]
-    new = object.__new__
+    def made(values: Sequence[Any]) -> _Value:
+        if len(values) != size:
+            raise ValueError(f"{len(values)} fields for a {kind.__name__}, which has {size}")
+        return make(*values)
 
-    def make(values: Sequence[Any]) -> _Value:
-        made = new(kind)
-        for setter, value in zip(setters, values, strict=True):
-            setter(made, value)
-        return made
-
-    return make
+    return made
 
 
 UNREADABLE: Any = object()

@@ -96,6 +96,8 @@ class Running:
         self.function = function
         self.hold = hold
         hold.listener = self
+        self.held = hold.valid
+        """Past the end of the lease no step is begun (14)."""
         self.codec = host.codec
         self.settings = host.settings
         self.alone = claimed.run.reclaims >= 2
@@ -336,19 +338,15 @@ class Running:
         """The store's clock as this process estimates it."""
         return self.host.store.clock()
 
-    def held(self) -> bool:
-        """Past the end of the lease no step is begun (14)."""
-        return self.hold.valid()
-
-    async def append(self, record: NewRecord) -> StepRecord:
-        """Durable when it returns."""
+    def append(self, record: NewRecord) -> Awaitable[StepRecord]:
+        """Durable when it has been awaited."""
         if self.hold.progress is not None:
             record = dataclasses.replace(record, progress=self.hold.progress)
             self.hold.progress = None
         if self.alone:
             self.alone = False
             self.host.recorded(self)
-        return await self.host.journal.append(self.hold, record)
+        return self.host.journal.append(self.hold, record)
 
     async def transaction(self, work: Callable[[Any], Awaitable[NewRecord]], timeout: Micros) -> StepRecord:
         """Exactly once (26)."""

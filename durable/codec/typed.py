@@ -71,7 +71,7 @@ class Shape:
             return text, value if value is None or type(value) in _SCALARS else plain.read(text, root)
         checked = value if type(value) is self._exact and isinstance(value, BaseModel) else self._validate(value, root)
         try:
-            dumped = adapter.dump_python(checked, mode="json", by_alias=False, round_trip=True, warnings=False)
+            dumped = adapter.serializer.to_python(checked, mode="json", by_alias=False, round_trip=True, warnings=False)
         except Exception as error:  # a serializer of the user's may raise anything
             raise SerializationError(
                 f"{_name(self.annotation)} can not be written: {_one_line(error)}", path=_blame(value, root)
@@ -101,7 +101,7 @@ class Shape:
                 return value
         plain.refuse_unreadable(text)
         try:
-            return adapter.validate_json(text, by_alias=False, by_name=True)
+            return adapter.validator.validate_json(text, by_alias=False, by_name=True)
         except ValidationError as error:
             if "number out of range" in str(error):
                 return self._read_long_integers(adapter, text, root)
@@ -120,7 +120,7 @@ class Shape:
     def _validate(self, value: Any, root: str) -> Any:
         assert self._adapter is not None
         try:
-            return self._adapter.validate_python(value)
+            return self._adapter.validator.validate_python(value)
         except ValidationError as error:
             raise self._invalid(error, root) from None
         except Exception as error:  # as above
