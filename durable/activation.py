@@ -304,8 +304,9 @@ class Activation:
             return True
         if record.kind is RecordKind.PIVOT:
             self.outside.refused = True
-        self.waits.pop(record.step_id, None)
-        self.outside.expected.pop(record.step_id, None)
+        if record.kind in _WAITS:
+            self.waits.pop(record.step_id, None)
+            self.outside.expected.pop(record.step_id, None)
         waiter.fire(record)
         return True
 
@@ -346,9 +347,8 @@ class Activation:
         if self.execution.backing_off and self.execution.due_again():
             self.execution.resume()
         if self.unstarted:
-            starting = list(self.unstarted.values())
-            self.unstarted.clear()
-            for call in starting:
+            starting, self.unstarted = self.unstarted, {}
+            for call in starting.values():
                 self.execution.start(call)
 
     def next_due(self) -> Instant | None:

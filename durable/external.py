@@ -127,13 +127,16 @@ class Outside:
     def choose(self) -> Event | None:
         """The earliest event that some wait, or the run itself, can be given now. Pure but for asking for the inbox."""
         host = self.host
+        self.withheld = False
+        if not host.waits and self._cancel_at is None and self._timeout_at is None:
+            return None
         best: Event | None = None
         interruptible = host.interruption is None
         if self._cancel_at is not None and interruptible and not self.refused:
             best = Event(self._cancel_at, -2, None, None, RecordKind.CANCEL)
         if self._timeout_at is not None and interruptible:
             best = _earlier(best, Event(self._timeout_at, -1, None, None, RecordKind.TIMEOUT))
-        first = host.earliest_wait() if host.waits else None
+        first = host.earliest_wait()
         if first is not None and first.due is not None and first.due <= host.recorder.clock():
             best = _earlier(best, Event(first.due, first.order, first, None, first.kind))
         names = self._names() if self._listening else {}

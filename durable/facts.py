@@ -14,6 +14,7 @@ import logging
 import uuid as uuids
 from collections.abc import Mapping, MutableMapping
 from datetime import datetime
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
@@ -36,6 +37,8 @@ _PLAIN = (str, int, float, bool, list, dict)
 
 
 def plan_for(fn: Any, own: Plans, *, skip_first: bool = False) -> StepPlan:
+    if type(fn) is FunctionType:  # nearly every step is one, and is neither of what follows
+        return plan_of(fn, skip_first=skip_first, own=own)
     plan = getattr(fn, "plan", None)
     if isinstance(plan, StepPlan):
         return plan if not skip_first else dataclasses.replace(plan, signature=Signature.of(plan.fn, skip_first=True))

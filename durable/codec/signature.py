@@ -17,7 +17,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from typing_extensions import Unpack
 
@@ -145,12 +145,16 @@ class Signature:
     def decode_arguments(self, codec: Codec, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) to call the function with, after its context. Raises SerializationError for text that does not fit it."""
         known = self.resolved
-        raw = plain.read(text)
-        pair = cast("list[object]", raw) if isinstance(raw, list) else []
-        if not (len(pair) == 2 and isinstance(pair[0], list) and isinstance(pair[1], dict)):
+        pair: Any = plain.read(text)
+        if type(pair) is not list or [*map(type, pair)] != [list, dict]:
             raise SerializationError(f"{self.name}: stored arguments that are none", path="$")
-        positional = cast("list[object]", pair[0])
-        named = cast("dict[str, object]", pair[1])
+        positional: list[object] = pair[0]
+        named: dict[str, object] = pair[1]
+        if not named and self._simple and len(positional) == len(known.positional):  # the usual form fits by its shape
+            return tuple(
+                shape.from_plain(value, place)
+                for (place, shape), value in zip(known.positional, positional, strict=True)
+            ), {}
         if len(positional) > len(self._positional) and self._rest is None:
             raise SerializationError(
                 f"{self.name} takes {len(self._positional)} arguments by position, {len(positional)} are stored",
@@ -167,10 +171,6 @@ class Signature:
             if shape is None:
                 raise SerializationError(f"{self.name} has no parameter {name!r}, but one is stored", path=f"$.{name}")
             kwargs[name] = shape.from_plain(named[name], f"$.{name}")
-        if self._simple and not kwargs and len(args) == len(self._positional):
-            return tuple(
-                args
-            ), kwargs  # the usual form fits by its shape; `bind` would take most of the time of a decode
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:

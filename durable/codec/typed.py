@@ -38,7 +38,7 @@ UNTYPED: Final = _Untyped()
 
 # Base64, since UTF-8 (pydantic's default) can not hold every byte. A BaseModel goes by its own config.
 _CONFIG = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-_SCALARS = (str, int, float, bool, type(None))
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 _PLAIN = (UNTYPED, Any, object, inspect.Parameter.empty, NoReturn, Never)
 
 
@@ -86,7 +86,7 @@ class Shape:
 
     def write(self, value: Any, root: str = "$", *, limit: int = 1 << 31) -> str:
         """The text to store. Raises SerializationError naming the path."""
-        if self._adapter is None:
+        if self._adapter is None or (type(value) is self._exact and self._exact in _SCALARS):
             return plain.write(value, root, limit=limit)
         return self.roundtrip(value, root, limit=limit)[0]
 
