@@ -149,14 +149,17 @@ class Database:
         *,
         in_line: bool = False,
         look: Operation[T | None] | None = None,
+        give_up: float | None = None,
     ) -> T:
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + PATIENCE if give_up is None else give_up
         pause, clashes, met = 0.002, 0, in_line
         while True:
             try:
                 home = await self.home()
-                if look is not None and (seen := await self.plain(look)) is not None:
-                    return seen
+                if look is not None:
+                    seen: T | None = await self._tried(look, self._without, give_up=give_up)
+                    if seen is not None:
+                        return seen
                 async with home.turnstile if met else contextlib.nullcontext():
                     with pymongo.timeout(max(give_up - time.monotonic(), 1.0)):
                         if self.clock.stale:

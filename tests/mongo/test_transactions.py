@@ -7,13 +7,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mongo.conftest import Open, fail
 from motor.motor_asyncio import AsyncIOMotorClient
 from pymongo import AsyncMongoClient
-from pymongo.errors import DuplicateKeyError, OperationFailure
+from pymongo.errors import AutoReconnect, DuplicateKeyError, OperationFailure
 from servers.mongo_room import Room
 
 from durable.errors import Conflict, Misuse, StoreUnavailable
@@ -230,6 +231,30 @@ async def test_conflicts_without_end_are_unavailable(scene: Scene, room: Room, m
     fail(room, "insert", times=100_000, errorCode=112, errorLabels=["TransientTransactionError"])
     with pytest.raises(StoreUnavailable):
         await scene.store.append([(held.lease, made)])
+
+
+async def test_a_call_and_what_looks_before_it_share_their_patience(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of its own: sent back for as long as it may be, and then not once more for as long by the look."""
+    clock = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(connection, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+
+    async def nothing_yet(_work: Any) -> None:
+        if clock[0] > connection.PATIENCE - 2:
+            raise AutoReconnect("nobody answers")
+
+    async def sent_back(_work: Any) -> str:
+        raise OperationFailure("conflict", 112, {"errorLabels": [faults.TRANSIENT]})
+
+    with pytest.raises(StoreUnavailable):
+        await store._database.write(sent_back, look=nothing_yet)
+    assert connection.PATIENCE - 2 < clock[0] <= connection.PATIENCE
 
 
 # -- the caller's session --------------------------------------------------------------------------------------------------------
