@@ -22,18 +22,18 @@ from .rows import RUNNING, STEP_COLUMNS, STEP_ORDER, of_scope, step_record
 
 _APPEND: Final = """
 WITH held AS MATERIALIZED (
-    SELECT r.run_id, r.tenant_id, r.attempts, r.lease_owner, r.mismatch_since IS NOT NULL AS mismatch FROM durable_run AS r
-    JOIN unnest($1::text[], $2::integer[], $3::text[]) AS f (run_id, attempts, mark)
+    SELECT r.run_id, r.tenant_id, r.attempts, f.place, r.mismatch_since IS NOT NULL AS mismatch FROM durable_run AS r
+    JOIN unnest($1::text[], $2::integer[], $3::text[]) WITH ORDINALITY AS f (run_id, attempts, mark, place)
         ON f.run_id = r.run_id AND f.attempts = r.attempts AND f.mark = r.lease_owner
     WHERE {running} ORDER BY r.run_id FOR {strength} OF r),
 added AS (
     INSERT INTO durable_step (run_id, tenant_id, step_id, kind, position, seen, digest, fence, created_at, started_at, signal_seq, result)
     SELECT h.run_id, h.tenant_id, n.step_id, n.kind, n.position, n.seen, n.digest, h.attempts, greatest(now(), n.floor), n.started_at,
         n.signal_seq, n.result
-    FROM unnest($4::text[], $5::text[], $6::text[], $7::integer[], $8::integer[], $9::text[], $10::timestamptz[], $11::timestamptz[],
-                $12::integer[], $13::jsonb[], $14::text[], $15::integer[])
-        AS n (run_id, step_id, kind, position, seen, digest, floor, started_at, signal_seq, result, mark, attempts)
-    JOIN held AS h ON h.run_id = n.run_id AND h.lease_owner = n.mark AND h.attempts = n.attempts{when}
+    FROM unnest($4::integer[], $5::text[], $6::text[], $7::integer[], $8::integer[], $9::text[], $10::jsonb[], $11::timestamptz[],
+                $12::timestamptz[], $13::integer[])
+        AS n (fence, step_id, kind, position, seen, digest, result, floor, started_at, signal_seq)
+    JOIN held AS h ON h.place = n.fence{when}
     ON CONFLICT DO NOTHING RETURNING run_id, step_id, created_at)
 SELECT a.run_id, a.step_id, a.created_at, h.mismatch FROM added AS a JOIN held AS h ON h.run_id = a.run_id
 """
@@ -153,25 +153,31 @@ def _holds(row: Row, lease: Lease) -> bool:
     return bool(row[1] == lease.attempts and row[2] == lease.mark)
 
 
-def _arrays(records: Sequence[Entry]) -> tuple[list[Any], ...]:
-    fences = sorted({(lease.run_id, lease.attempts, lease.mark) for lease, _ in records})
+def _arrays(entries: Sequence[Entry]) -> tuple[list[Any], ...]:
+    """The fences, and the records with the place of their fence. A column that few records have is left out where none has it: the server
+    takes what is not there for NULL."""
+    places: dict[tuple[str, int, str], int] = {}
+    fences = [places.setdefault((lease.run_id, lease.attempts, lease.mark), len(places) + 1) for lease, _ in entries]
+    records = [record for _, record in entries]
     return (
-        [run_id for run_id, _, _ in fences],
-        [attempts for _, attempts, _ in fences],
-        [mark for *_, mark in fences],
-        [lease.run_id for lease, _ in records],
-        [record.step_id for _, record in records],
-        [str(record.kind) for _, record in records],
-        [record.position for _, record in records],
-        [record.seen for _, record in records],
-        [record.digest for _, record in records],
-        [At(record.floor) for _, record in records],
-        [at(record.started_at) for _, record in records],
-        [record.signal_seq for _, record in records],
-        [record.result for _, record in records],
-        [lease.mark for lease, _ in records],
-        [lease.attempts for lease, _ in records],
+        [run_id for run_id, _, _ in places],
+        [attempts for _, attempts, _ in places],
+        [mark for *_, mark in places],
+        fences,
+        [record.step_id for record in records],
+        [record.kind.value for record in records],
+        [record.position for record in records],
+        [record.seen for record in records],
+        [record.digest for record in records],
+        [record.result for record in records],
+        [At(record.floor) for record in records],
+        _if_any([at(record.started_at) for record in records]),
+        _if_any([record.signal_seq for record in records]),
     )
+
+
+def _if_any(values: list[Any]) -> list[Any]:
+    return [] if values.count(None) == len(values) else values
 
 
 def _stored(lease: Lease, record: NewRecord, stamp: int) -> StepRecord:
