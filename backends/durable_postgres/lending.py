@@ -14,6 +14,7 @@ from psycopg import AsyncConnection, AsyncCursor
 from durable.errors import Misuse
 
 from .operation import Row
+from .statements import Prepared
 
 ENDING: Final = re.compile(
     r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
@@ -38,15 +39,18 @@ class Lendable(AsyncConnection[Row]):
         super().__init__(*arguments, **options)
         self.lent = False
         """True while a user's function has it."""
+        self.shared = False
+        """A user's function had it: the driver, too, has statements prepared on it."""
+        self.prepared = Prepared()
 
     def lend(self) -> None:
         """From here on it is the user's, within the limits above."""
-        self.lent = True
+        self.lent = self.shared = True
         self.cursor_factory = LentCursor
 
     def take_back(self) -> None:
-        """It is ours again."""
-        self.lent = False
+        """It is ours again, with what they and the driver left of what we had prepared."""
+        self.lent = self.prepared.certain = False
         self.cursor_factory = AsyncCursor
 
     def _refuse_while_lent(self, verb: str) -> None:
@@ -62,6 +66,8 @@ class Lendable(AsyncConnection[Row]):
         """As ever; refused while it is lent."""
         self._refuse_while_lent("rollback()")
         await super().rollback()
+        if self.shared:  # the driver may have let go of everything that is prepared
+            self.prepared.certain = False
 
     async def close(self) -> None:
         """As ever; refused while it is lent."""
