@@ -24,6 +24,8 @@ TIMESTAMPTZ: Final = 1184
 INTERVAL: Final = 1186
 JSON: Final = 114
 JSONB: Final = 3802
+VERSION: Final = b"\1"
+"""Of the form of jsonb on the wire: it begins with it."""
 EPOCH: Final = 946_684_800_000_000
 """2000-01-01 in microseconds of ours: the server counts from there."""
 DAY: Final = 86_400_000_000
@@ -109,7 +111,7 @@ class _JsonbLoader(adapt.Loader):
     format = pq.Format.BINARY
 
     def load(self, data: Buffer) -> str:
-        return compact(bytes(data)[1:].decode())  # the first byte is the version of the format
+        return compact(bytes(data)[len(VERSION) :].decode())
 
 
 class _JsonLoader(adapt.Loader):
@@ -140,7 +142,7 @@ def _binary(value: Buffer) -> bytes:
 
 
 def _jsonb(text: str) -> bytes:
-    return b"\1" + text.encode()  # the first byte is the version of the format
+    return VERSION + text.encode()
 
 
 def _uuid(value: UUID) -> bytes:
@@ -148,19 +150,21 @@ def _uuid(value: UUID) -> bytes:
 
 
 class _Lengths(dict[int, bytes]):
-    """The short ones are looked up, since batches consist of them."""
+    """What stands before an item of so many bytes: its length, and what all of the type begin with. Those of short ones are looked up,
+    since batches consist of them."""
 
-    def __missing__(self, length: int) -> bytes:
-        return _LENGTH.pack(length)
+    def __init__(self, start: bytes = b"") -> None:
+        self._start = start
+        super().__init__((size, self[size]) for size in range(256))
+
+    def __missing__(self, size: int) -> bytes:
+        return _LENGTH.pack(size + len(self._start)) + self._start
 
 
-_SHORT: Final = _Lengths({length: _LENGTH.pack(length) for length in range(256)}).__getitem__
-
-
-def _list_of(oid: int, encode: Encode) -> Encode:
+def _list_of(oid: int, encode: Encode, lengths: _Lengths) -> Encode:
     empty = _HEAD.pack(0, 0, oid)
     full, with_nulls = (_HEAD.pack(1, nulls, oid) for nulls in (0, 1))
-    one = full + _SIZE.pack(1, 1)
+    before = lengths.__getitem__
 
     def write(items: list[Any]) -> bytes:
         count = len(items)
@@ -168,15 +172,15 @@ def _list_of(oid: int, encode: Encode) -> Encode:
             return empty
         if items[0] is None:
             return some(items)
-        if count == 1:
+        if items.count(items[0]) == count:  # in many a batch they are
             data = encode(items[0])
-            return one + _SHORT(len(data)) + data
+            return full + _SIZE.pack(count, 1) + (before(len(data)) + data) * count
         try:
             encoded = [*map(encode, items)]
         except REFUSED:
             return some(items)
         parts = [full + _SIZE.pack(count, 1)] * (2 * count + 1)
-        parts[1::2] = map(_SHORT, map(len, encoded))
+        parts[1::2] = map(before, map(len, encoded))
         parts[2::2] = encoded
         return b"".join(parts)
 
@@ -185,7 +189,7 @@ def _list_of(oid: int, encode: Encode) -> Encode:
         if items.count(None) == len(items):
             return head + _NULL * len(items)
         encoded = [item if item is None else encode(item) for item in items]
-        return head + b"".join(_NULL if item is None else _SHORT(len(item)) + item for item in encoded)
+        return head + b"".join(_NULL if item is None else before(len(item)) + item for item in encoded)
 
     return write
 
@@ -231,7 +235,9 @@ def _encoders() -> dict[int, Encode]:
         "uuid": _uuid,
     }
     found = {types[name].oid: encode for name, encode in one.items()}
-    found |= {types[name].array_oid: _list_of(types[name].oid, encode) for name, encode in one.items()}
+    lengths = _Lengths()
+    found |= {types[name].array_oid: _list_of(types[name].oid, encode, lengths) for name, encode in one.items()}
+    found[types["jsonb"].array_oid] = _list_of(JSONB, str.encode, _Lengths(VERSION))
     for name, form in (("int2", "h"), ("int4", "i"), ("int8", "q")):
         found[types[name].array_oid] = _numbers(types[name].oid, form, found[types[name].array_oid])
     instants = types["timestamptz"].array_oid

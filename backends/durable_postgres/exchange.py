@@ -46,7 +46,7 @@ class _Written(NamedTuple):
     statement: Statement
     values: Sequence[Any]
     types: Sequence[int]
-    formats: Sequence[pq.Format]
+    formats: list[pq.Format]
     ours: bool
     """We wrote them, by the types of the statement: the driver may have other types for other values."""
 
@@ -68,26 +68,31 @@ class Exchange:
         results: list[PGresult] = []
         lost: psycopg.Error | None = None
         async with con.lock:
+            if con.closed:
+                raise psycopg.OperationalError("the connection is closed")
             written = [*self._written(con, (*asks, *hints))]
+            wanted = 0  # of what did not come to its end only the error is read
             try:
                 con.pgconn.enter_pipeline_mode()
                 _send(con, written, expected, len(asks))
                 await _receive(con.pgconn, results)
                 con.pgconn.exit_pipeline_mode()
+                wanted = len(asks)
             except psycopg.Error as error:
                 lost = error
             except asyncio.CancelledError:
                 await _give_up(con, results)
                 raise
             finally:
+                answers, failed, committed = _read(con, expected, results, wanted)
                 if con.pgconn.pipeline_status != pq.PipelineStatus.OFF:
                     con.pgconn.finish()  # nobody knows what is still to come
-                answers, failed, committed = _read(con, expected, results, len(asks))
-        wrong = failed or lost
-        if wrong is not None and not committed:
-            raise wrong
-        if wrong is not None:
-            log.info("a notification was lost, others find the news with their next poll: %s", wrong)
+        if lost is not None:
+            raise failed or lost
+        if failed is not None:
+            if not committed:
+                raise failed
+            log.info("a notification was lost, others find the news with their next poll: %s", failed)
         return answers
 
     def _written(self, con: Lendable, asks: Iterable[Ask]) -> Iterator[_Written]:
@@ -118,7 +123,7 @@ class Exchange:
 def _by_the_driver(con: Lendable, statement: Statement, parameters: Sequence[Any]) -> _Written:
     transformer = Transformer(con)
     values = transformer.dump_sequence(parameters, [PyFormat.AUTO] * len(parameters))
-    return _Written(statement, values, transformer.types or (), transformer.formats or (), ours=False)
+    return _Written(statement, values, transformer.types or (), transformer.formats or [], ours=False)
 
 
 def _send(con: Lendable, written: Sequence[_Written], expected: list[_Expected], asked: int) -> None:
@@ -229,7 +234,7 @@ def _read(
     for (statement, act), result in zip(expected, results, strict=False):
         status = result.status
         if status == FAILED:
-            error = errors.error_from_result(result, con.info.encoding)
+            error = errors.error_from_result(result, "utf-8" if con.closed else con.info.encoding)
             con.prepared.doubt(statement, error.sqlstate)
             return answers, error, committed
         if act is not None:

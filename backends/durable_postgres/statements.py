@@ -33,7 +33,7 @@ class Statement:
         self.known = plain
         """The server has said what its parameters are."""
         self.types: Sequence[int] = ()
-        self.formats: Sequence[pq.Format] = ()
+        self.formats: list[pq.Format] = []  # psycopg 3.2 takes no tuple
         self.encoders: Sequence[Encode] | None = () if plain else None
         """None: they are left to the driver."""
 

@@ -96,6 +96,8 @@ VALUES: list[tuple[str, Any]] = [
     ("boolean[]", [True, None, False]),
     ("bytea[]", [b"", b"\0"]),
     ("jsonb[]", ['{"v":1}', None, "[]"]),
+    ("jsonb[]", ["1", "[]"]),
+    ("jsonb[]", ["1", "1"]),
     ("uuid[]", [uuid.UUID(int=1), uuid.UUID(int=2)]),
     ("timestamptz[]", [At(1), At(2**50)]),
     ("timestamptz[]", [At(1), None]),
@@ -387,16 +389,18 @@ async def test_users_statements_and_ours_do_not_get_in_each_others_way(
     store: Any = scene.store
     held = await scene.take()
 
+    prepare = False if what == "DEALLOCATE ALL" else None  # the oldest of the drivers does not notice it itself
+
     async def work(con: Any) -> NewRecord:
         for _ in range(3):
-            assert await (await con.execute("SELECT 1 + %s", (1,))).fetchone() == (2,)
+            assert await (await con.execute("SELECT 1 + %s", (1,), prepare=prepare)).fetchone() == (2,)
         if what == "a part that fails":
             with pytest.raises(psycopg.errors.DivisionByZero):
                 await fails(con)
         elif what != "nothing":
             await con.execute(what)
         for _ in range(3):
-            assert await (await con.execute("SELECT 2 + %s", (1,))).fetchone() == (3,)
+            assert await (await con.execute("SELECT 2 + %s", (1,), prepare=prepare)).fetchone() == (3,)
         if end == "raises":
             raise LookupError
         return record(number)
