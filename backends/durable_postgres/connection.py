@@ -159,7 +159,7 @@ class Pools:
             for loop in ended:
                 del self._pools[loop], self._keepers[loop]
         for con in made:
-            con.pgconn.finish()
+            con.let_go()
 
     async def close(self) -> None:
         """Let go of every connection, on the loop that it belongs to. Closing twice is nothing."""
@@ -178,7 +178,7 @@ class Pools:
             elif loop.is_running():
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_ended(keepers[loop]), loop))
             for con in made[loop]:
-                con.pgconn.finish()
+                con.let_go()
 
 
 async def _keep(pool: _Pool) -> None:

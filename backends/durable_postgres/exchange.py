@@ -21,14 +21,13 @@ from psycopg import errors, pq
 from psycopg.adapt import PyFormat, Transformer
 
 from .adapting import REFUSED
+from .lending import Lendable, settle
 from .names import Naming
 from .operation import Answer, Ask
 from .statements import THERE, Prepared, Statement
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
-
-    from .lending import Lendable
 
 log = logging.getLogger("durable.postgres")
 
@@ -75,7 +74,7 @@ class Exchange:
             try:
                 con.pgconn.enter_pipeline_mode()
                 _send(con, written, expected, len(asks))
-                await _receive(con.pgconn, results)
+                await _receive(con, results)
                 con.pgconn.exit_pipeline_mode()
                 wanted = len(asks)
             except psycopg.Error as error:
@@ -172,12 +171,12 @@ def _nothing(_: PGresult) -> None:
     """Nothing is done with it."""
 
 
-async def _receive(pgconn: PGconn, results: list[PGresult]) -> None:
+async def _receive(con: Lendable, results: list[PGresult]) -> None:
     """Send what is in the buffer and read what comes back, each as it becomes possible: neither side waits for the other one to read."""
-    socket = pgconn.socket
+    pgconn = con.pgconn
     unsent = pgconn.flush() != 0
     while True:
-        await _ready(socket, unsent)
+        await _ready(con, unsent)
         pgconn.consume_input()
         unsent = unsent and pgconn.flush() != 0
         ended = False
@@ -194,25 +193,20 @@ async def _receive(pgconn: PGconn, results: list[PGresult]) -> None:
                 results.append(result)
 
 
-async def _ready(socket: int, to_write: bool) -> None:
-    """Wait until there is something to read, or room to write. The driver's connection may be closed by what is done then: nothing of it
-    stays with the loop."""
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_reader(socket, _set, ready)
+async def _ready(con: Lendable, to_write: bool) -> None:
+    """Wait until there is something to read, or room to write. What is done then may close the socket: the loop has let go of it."""
+    loop, socket = asyncio.get_running_loop(), con.pgconn.socket
+    con.waiting = ready = loop.create_future()
+    loop.add_reader(socket, settle, ready)
     try:
         if to_write:
-            loop.add_writer(socket, _set, ready)
+            loop.add_writer(socket, settle, ready)
         await ready
     finally:
+        con.waiting = None
         loop.remove_reader(socket)
         if to_write:
             loop.remove_writer(socket)
-
-
-def _set(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
 
 
 async def _give_up(con: Lendable, results: list[PGresult]) -> None:
@@ -220,7 +214,7 @@ async def _give_up(con: Lendable, results: list[PGresult]) -> None:
     with contextlib.suppress(Exception, asyncio.CancelledError):
         await con.cancel_safe(timeout=PATIENCE)
         async with asyncio.timeout(PATIENCE):
-            await _receive(con.pgconn, results)
+            await _receive(con, results)
         con.pgconn.exit_pipeline_mode()
 
 

@@ -6,10 +6,11 @@ by method and by statement, since the caller's rows and the record commit togeth
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, Final
 
-from psycopg import AsyncConnection, AsyncCursor
+from psycopg import AsyncConnection, AsyncCursor, OperationalError
 
 from durable.errors import Misuse
 
@@ -32,6 +33,12 @@ def refuse(verb: str) -> Misuse:
     )
 
 
+def settle(waiting: asyncio.Future[None], error: Exception | None = None) -> None:
+    """It waits no longer."""
+    if not waiting.done():
+        waiting.set_result(None) if error is None else waiting.set_exception(error)
+
+
 class Lendable(AsyncConnection[Row]):
     """A pooled connection."""
 
@@ -42,6 +49,8 @@ class Lendable(AsyncConnection[Row]):
         self.shared = False
         """A user's function had it: the driver, too, has statements prepared on it."""
         self.prepared = Prepared()
+        self.waiting: asyncio.Future[None] | None = None
+        """Of the round trip that waits for the server."""
 
     def lend(self) -> None:
         """From here on it is the user's, within the limits above."""
@@ -52,6 +61,15 @@ class Lendable(AsyncConnection[Row]):
         """It is ours again, with what they and the driver left of what we had prepared."""
         self.lent = self.prepared.certain = False
         self.cursor_factory = AsyncCursor
+
+    def let_go(self) -> None:
+        """Close it from outside, from any thread. A round trip that waits for the server is told, and closes it when the loop has let go of
+        its socket."""
+        waiting = self.waiting
+        if waiting is None or waiting.get_loop().is_closed():
+            self.pgconn.finish()
+        else:
+            waiting.get_loop().call_soon_threadsafe(settle, waiting, OperationalError("the connection was closed"))
 
     def _refuse_while_lent(self, verb: str) -> None:
         if self.lent:
@@ -93,4 +111,4 @@ class LentCursor(AsyncCursor[Row]):
         return await execute(query, *arguments, **options)
 
 
-__all__ = ["Lendable", "refuse"]
+__all__ = ["Lendable", "refuse", "settle"]

@@ -15,6 +15,7 @@ import uvloop
 from postgres.conftest import Open, until
 from servers.postgres import Database
 
+from durable.errors import StoreUnavailable
 from durable.model import NewRecord, RecordKind
 from durable.settings import SECOND
 from durable.testing.conformance.scenario import Scene
@@ -294,6 +295,17 @@ def _there(database: Database, line: Line) -> bool:
         return bool(con.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", (pid,)).fetchall())
 
 
+async def test_a_store_that_is_closed_leaves_nobody_waiting(database: Database, store: Store) -> None:
+    await store._database.read(lambda work: rows("SELECT 1"))
+    waiting = asyncio.create_task(store._database.read(lambda work: rows("SELECT pg_sleep($1)::text", 60)))
+    await until(lambda: _active(database), "the statement")
+    await store.close()
+    async with asyncio.timeout(20):
+        with pytest.raises(StoreUnavailable, match="closed"):
+            await waiting
+    _cut(database)
+
+
 async def test_who_is_cancelled_ends_the_statement_and_the_connection_goes_on(database: Database, line: Line) -> None:
     before = watched_sockets()
     for _ in range(3):
@@ -398,7 +410,7 @@ async def test_users_statements_and_ours_do_not_get_in_each_others_way(
             with pytest.raises(psycopg.errors.DivisionByZero):
                 await fails(con)
         elif what != "nothing":
-            await con.execute(what)
+            await con.execute(what, prepare=prepare)
         for _ in range(3):
             assert await (await con.execute("SELECT 2 + %s", (1,), prepare=prepare)).fetchone() == (3,)
         if end == "raises":
