@@ -1,7 +1,8 @@
 """How values travel: instants and durations as integer microseconds, jsonb as its text, in binary wherever the server offers it.
 
 `connection.py` registers this on pooled connections, `callers.py` on a cursor of its own, so that a caller's connection keeps its own
-ways. Operations wrap what they send: `at` an instant, `span` a duration; plain integers stay numbers. Nothing here does I/O.
+ways. Operations wrap what they send: `at` an instant, `span` a duration; plain integers stay numbers. Where the types of a statement's
+parameters are known, `exchange.py` writes them by these, lists in one go: batches consist of them. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
+from uuid import UUID
 
 from psycopg import adapt, adapters, pq
-from psycopg.abc import AdaptContext, Buffer, DumperKey, PyFormat
+from psycopg.abc import AdaptContext, Buffer
 from psycopg.types.array import ListBinaryDumper
 
 from durable.model import Instant
@@ -22,19 +24,26 @@ TIMESTAMPTZ: Final = 1184
 INTERVAL: Final = 1186
 JSON: Final = 114
 JSONB: Final = 3802
-TEXT: Final = 25
-SMALL: Final = 21
+VERSION: Final = b"\1"
+"""Of the form of jsonb on the wire: it begins with it."""
 EPOCH: Final = 946_684_800_000_000
 """2000-01-01 in microseconds of ours: the server counts from there."""
 DAY: Final = 86_400_000_000
 _TOKENS: Final = re.compile(r'("(?:[^"\\]|\\.)*")|([,:]) ')
 _WIDE: Final = struct.Struct("!q")
 _SPAN: Final = struct.Struct("!qii")
-_HEAD: Final = struct.Struct("!IIIII")
+_HEAD: Final = struct.Struct("!III")
+_SIZE: Final = struct.Struct("!II")
 _LENGTH: Final = struct.Struct("!I")
+_NULL: Final = b"\xff\xff\xff\xff"
 _EARLIEST: Final = -211_813_488_000_000_000 + EPOCH
 _LATEST: Final = 9_223_371_331_200_000_000 - 1
 """What timestamptz can hold; what lies beyond is stored as its end, which no clock reaches."""
+
+
+Encode: TypeAlias = Callable[[Any], bytes]
+REFUSED: Final = (AttributeError, LookupError, TypeError, ValueError, struct.error)
+"""What an encoder raises for a value that it can not write."""
 
 
 class At(int):
@@ -72,7 +81,7 @@ class _AtDumper(adapt.Dumper):
     oid = TIMESTAMPTZ
 
     def dump(self, obj: int) -> bytes:
-        return _WIDE.pack(max(min(obj, _LATEST), _EARLIEST) - EPOCH)
+        return _instant(obj)
 
 
 class _SpanDumper(adapt.Dumper):
@@ -80,7 +89,7 @@ class _SpanDumper(adapt.Dumper):
     oid = INTERVAL
 
     def dump(self, obj: int) -> bytes:
-        return _SPAN.pack(obj, 0, 0)
+        return _duration(obj)
 
 
 class _InstantLoader(adapt.Loader):
@@ -102,7 +111,7 @@ class _JsonbLoader(adapt.Loader):
     format = pq.Format.BINARY
 
     def load(self, data: Buffer) -> str:
-        return compact(bytes(data)[1:].decode())  # the first byte is the version of the format
+        return compact(bytes(data)[len(VERSION) :].decode())
 
 
 class _JsonLoader(adapt.Loader):
@@ -112,56 +121,131 @@ class _JsonLoader(adapt.Loader):
         return compact(bytes(data).decode())
 
 
-class _ListDumper(ListBinaryDumper):
-    """As the driver's own, byte for byte. But a list of texts, of instants or of small integers is what batches consist of: it is written
-    in one go, not item by item. Whatever else a list may hold is left to the driver, as is the connection of a caller with another encoding
-    than UTF-8."""
-
-    def get_key(self, obj: list[Any], format: PyFormat) -> DumperKey:
-        """What lists of its kind have in common."""
-        return (self.cls, str) if obj and type(obj[0]) is str and not self.oid else super().get_key(obj, format)
-
-    def dump(self, obj: list[Any]) -> Buffer | None:
-        """The list as the server reads it."""
-        packed = _PACKED.get(type(self.sub_dumper))
-        if packed is not None and obj and (packed is not _texts or self._in_utf8()):
-            try:
-                return packed(obj)
-            except (AttributeError, TypeError, struct.error):
-                pass  # there is a NULL, or not what it is taken for: the driver says so
-        return super().dump(obj)
-
-    def _in_utf8(self) -> bool:
-        return self.connection is None or self.connection.info.encoding == "utf-8"
+# -- by the type that a statement has there ----------------------------------------------------------------------------------
 
 
-def _texts(items: list[str]) -> bytes:
-    encoded = [item.encode() for item in items]
-    data = [_HEAD.pack(1, 0, TEXT, len(items), 1)] * (2 * len(items) + 1)
-    data[1::2] = map(_LENGTH.pack, map(len, encoded))
-    data[2::2] = encoded
-    return b"".join(data)
+def encoder(oid: int) -> Encode | None:
+    """What writes a parameter of this type as the server reads it; None: the driver has to. It refuses what it can not write, as NULL."""
+    return _ENCODERS.get(oid)
 
 
-def _instants(items: list[int]) -> bytes:
+def _instant(instant: int) -> bytes:
+    return _WIDE.pack(max(min(instant, _LATEST), _EARLIEST) - EPOCH)
+
+
+def _duration(micros: int) -> bytes:
+    return _SPAN.pack(micros, 0, 0)
+
+
+def _binary(value: Buffer) -> bytes:
+    return bytes(memoryview(value))
+
+
+def _jsonb(text: str) -> bytes:
+    return VERSION + text.encode()
+
+
+def _uuid(value: UUID) -> bytes:
+    return value.bytes
+
+
+class _Lengths(dict[int, bytes]):
+    """What stands before an item of so many bytes: its length, and what all of the type begin with. Those of short ones are looked up,
+    since batches consist of them."""
+
+    def __init__(self, start: bytes = b"") -> None:
+        self._start = start
+        super().__init__((size, self[size]) for size in range(256))
+
+    def __missing__(self, size: int) -> bytes:
+        return _LENGTH.pack(size + len(self._start)) + self._start
+
+
+def _list_of(oid: int, encode: Encode, lengths: _Lengths) -> Encode:
+    empty = _HEAD.pack(0, 0, oid)
+    full, with_nulls = (_HEAD.pack(1, nulls, oid) for nulls in (0, 1))
+    before = lengths.__getitem__
+
+    def write(items: list[Any]) -> bytes:
+        count = len(items)
+        if not count:
+            return empty
+        if items[0] is None:
+            return some(items)
+        if items.count(items[0]) == count:  # in many a batch they are
+            data = encode(items[0])
+            return full + _SIZE.pack(count, 1) + (before(len(data)) + data) * count
+        try:
+            encoded = [*map(encode, items)]
+        except REFUSED:
+            return some(items)
+        parts = [full + _SIZE.pack(count, 1)] * (2 * count + 1)
+        parts[1::2] = map(before, map(len, encoded))
+        parts[2::2] = encoded
+        return b"".join(parts)
+
+    def some(items: list[Any]) -> bytes:
+        head = with_nulls + _SIZE.pack(len(items), 1)
+        if items.count(None) == len(items):
+            return head + _NULL * len(items)
+        encoded = [item if item is None else encode(item) for item in items]
+        return head + b"".join(_NULL if item is None else before(len(item)) + item for item in encoded)
+
+    return write
+
+
+def _numbers(oid: int, form: str, listed: Encode, shifted: Callable[[list[int]], list[int]] = list) -> Encode:
+    """The same in one go, where all have one width and none is NULL."""
+    head, width = _HEAD.pack(1, 0, oid), struct.calcsize(f"!{form}")
+
+    def write(items: list[Any]) -> bytes:
+        count = len(items)
+        if count < 2 or items[0] is None:
+            return listed(items)
+        values = [width] * (2 * count)
+        try:
+            values[1::2] = shifted(items)
+            return head + _SIZE.pack(count, 1) + struct.pack("!" + f"i{form}" * count, *values)
+        except REFUSED:
+            return listed(items)
+
+    return write
+
+
+def _since_2000(items: list[int]) -> list[int]:
     if min(items) < _EARLIEST or max(items) > _LATEST:
-        items = [max(min(item, _LATEST), _EARLIEST) for item in items]
-    values = [8] * (2 * len(items))
-    values[1::2] = [item - EPOCH for item in items]
-    return _HEAD.pack(1, 0, TIMESTAMPTZ, len(items), 1) + struct.pack("!" + "iq" * len(items), *values)
+        raise ValueError("beyond what timestamptz holds")
+    return [item - EPOCH for item in items]
 
 
-def _small(items: list[int]) -> bytes:
-    values = [2] * (2 * len(items))
-    values[1::2] = items
-    return _HEAD.pack(1, 0, SMALL, len(items), 1) + struct.pack("!" + "ih" * len(items), *values)
+def _encoders() -> dict[int, Encode]:
+    """For each type, and for lists of it."""
+    types = adapters.types
+    one: dict[str, Encode] = {
+        "bool": {True: b"\1", False: b"\0"}.__getitem__,
+        "bytea": _binary,
+        "int2": struct.Struct("!h").pack,
+        "int4": struct.Struct("!i").pack,
+        "int8": _WIDE.pack,
+        "interval": _duration,
+        "jsonb": _jsonb,
+        "name": str.encode,
+        "text": str.encode,
+        "timestamptz": _instant,
+        "uuid": _uuid,
+    }
+    found = {types[name].oid: encode for name, encode in one.items()}
+    lengths = _Lengths()
+    found |= {types[name].array_oid: _list_of(types[name].oid, encode, lengths) for name, encode in one.items()}
+    found[types["jsonb"].array_oid] = _list_of(JSONB, str.encode, _Lengths(VERSION))
+    for name, form in (("int2", "h"), ("int4", "i"), ("int8", "q")):
+        found[types[name].array_oid] = _numbers(types[name].oid, form, found[types[name].array_oid])
+    instants = types["timestamptz"].array_oid
+    found[instants] = _numbers(TIMESTAMPTZ, "q", found[instants], _since_2000)
+    return found
 
 
-_PACKED: Final[dict[type[Any], Callable[[list[Any]], bytes]]] = {
-    adapters.get_dumper_by_oid(TEXT, pq.Format.BINARY): _texts,
-    adapters.get_dumper_by_oid(SMALL, pq.Format.BINARY): _small,
-    _AtDumper: _instants,
-}
+_ENCODERS: Final = _encoders()
 
 
 class Adapts(Protocol):
@@ -178,11 +262,11 @@ def teach(target: Adapts | AdaptContext) -> None:
     own: Any = target.adapters
     own.register_dumper(At, _AtDumper)
     own.register_dumper(Span, _SpanDumper)
-    own.register_dumper(list, _ListDumper)  # what is in a list is asked for in binary, too
+    own.register_dumper(list, ListBinaryDumper)  # what is in a list is asked for in binary, too
     own.register_loader(TIMESTAMPTZ, _InstantLoader)
     own.register_loader(INTERVAL, _SpanLoader)
     own.register_loader(JSONB, _JsonbLoader)
     own.register_loader(JSON, _JsonLoader)
 
 
-__all__ = ["At", "Span", "at", "compact", "span", "teach"]
+__all__ = ["REFUSED", "At", "Encode", "Span", "at", "compact", "encoder", "span", "teach"]

@@ -19,7 +19,7 @@ from psycopg.rows import tuple_row
 from durable.errors import Conflict, Misuse
 
 from .adapting import teach
-from .connection import TRIES, Database, Make
+from .connection import TRIES, Database, Make, asked
 from .operation import Again, Answer, Ask, Row, Work
 
 if TYPE_CHECKING:
@@ -130,8 +130,7 @@ def _work(database: Database, rows: Sequence[Row], _: int) -> Work:
 async def _ask(database: Database, con: psycopg.AsyncConnection[Any], ask: Ask) -> Answer:
     cursor: AsyncRawCursor[Row] = AsyncRawCursor(con, row_factory=tuple_row)
     teach(cursor)
-    await cursor.execute(cast("QueryNoTemplate", database.naming(ask.text)), ask.parameters or None, binary=True)
-    return Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
+    return await asked(cursor, database.naming(ask.text), ask.parameters)
 
 
 def _ask_blocking(database: Database, con: psycopg.Connection[Any], ask: Ask) -> Answer:

@@ -14,12 +14,12 @@ import logging
 import os
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 import psycopg
-from psycopg import AsyncPipeline, AsyncRawCursor, pq
+from psycopg import AsyncRawCursor, pq
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
@@ -30,13 +30,14 @@ from durable.settings import SECOND, Settings
 
 from . import faults
 from .adapting import teach
+from .exchange import Exchange
 from .lending import Lendable
 from .names import Naming
 from .opening import Address
 from .operation import Again, Answer, Ask, Last, Operation, Row, Work
 
 if TYPE_CHECKING:
-    from psycopg.abc import PQGen, QueryNoTemplate
+    from psycopg.abc import QueryNoTemplate
 
 T = TypeVar("T")
 Make = Callable[[Work], Operation[T]]
@@ -58,7 +59,8 @@ CLOCK_AGE: Final = 30 * SECOND
 """How long the best sample of the server's clock is kept."""
 
 PREPARE: Final = 1
-"""How often a statement goes out before it is prepared: a new connection should not parse and plan each of them five times."""
+"""How often a statement of a user's function goes out before the driver prepares it, as `exchange.py` does with ours: a new connection
+should not parse and plan each of them five times."""
 
 BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
 COMMIT: Final = Ask("COMMIT")
@@ -157,7 +159,7 @@ class Pools:
             for loop in ended:
                 del self._pools[loop], self._keepers[loop]
         for con in made:
-            con.pgconn.finish()
+            con.let_go()
 
     async def close(self) -> None:
         """Let go of every connection, on the loop that it belongs to. Closing twice is nothing."""
@@ -176,7 +178,7 @@ class Pools:
             elif loop.is_running():
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_ended(keepers[loop]), loop))
             for con in made[loop]:
-                con.pgconn.finish()
+                con.let_go()
 
 
 async def _keep(pool: _Pool) -> None:
@@ -227,6 +229,7 @@ class Database:
         self.settings = settings
         self.naming = Naming(names)
         self.pools = Pools(address)
+        self.exchange = Exchange(self.naming)
         self.news: News | None = None
         """Where the news of a commit go (`wakeups.py`)."""
         self.contact: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -238,9 +241,7 @@ class Database:
 
     def work(self) -> Work:
         """What an operation is given."""
-        return Work(
-            self.settings, lock_class=self.naming.key, sequence=self.naming.qualified("durable_run_submitted_seq")
-        )
+        return Work(self.settings, lock_class=self.naming.key, sequence=self.naming.sequence)
 
     def see_clock(self, now: Instant) -> None:
         """The server said what time it is."""
@@ -273,8 +274,11 @@ class Database:
             with faults.mapped():
                 pool = await self.pools.of_this_loop()
                 try:
-                    async with pool.connection() as con:
+                    con = await pool.getconn()
+                    try:
                         return await attempt(con)
+                    finally:
+                        await pool.putconn(con)
                 except Again as error:
                     if not left:
                         raise Conflict(f"others changed it again and again: {error.what}", hint="try again") from error
@@ -354,8 +358,8 @@ class Database:
             return
         if con.pgconn.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR):
             try:
-                # The driver's own, not a statement: only this forgets what it takes for prepared. The rest of a pipeline that failed
-                # never reached the server, and it would ask for that by name for as long as the connection lives.
+                # The driver's own, not a statement: only this forgets what it takes for prepared. The rest of a user's pipeline that
+                # failed never reached the server, and it would ask for that by name for as long as the connection lives.
                 await con.rollback()
                 return
             except psycopg.Error as error:
@@ -365,28 +369,14 @@ class Database:
     async def ask(
         self, con: psycopg.AsyncConnection[Row], asks: Sequence[Ask], hints: Sequence[Ask] = ()
     ) -> list[Answer]:
-        """Send statements together and gather their answers. Hints go out behind them, outside of their transaction, and may fail."""
-        cursors: list[AsyncRawCursor[Row]] = []
-        if len(asks) + len(hints) == 1:
-            cursors.append(await self._send(con, asks[0]))
-        else:
-            try:
-                async with con.pipeline() as pipeline:
-                    with _gathering(pipeline):
-                        cursors += [await self._send(con, ask) for ask in (*asks, *hints)]
-            except psycopg.Error as error:
-                if not hints or len(cursors) < len(asks) or cursors[len(asks) - 1].statusmessage != COMMIT.text:
-                    raise
-                log.info("a notification was lost, others find the news with their next poll: %s", error)
+        """Send statements and gather their answers; on a connection of the pool in one round trip. Hints go out behind them, outside of
+        their transaction, and may fail."""
+        if isinstance(con, Lendable):
+            return await self.exchange.ask(con, asks, hints)
         return [
-            Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
-            for cursor in cursors[: len(asks)]
+            await asked(AsyncRawCursor(con, row_factory=tuple_row), self.naming(one.text), one.parameters)
+            for one in asks
         ]
-
-    async def _send(self, con: psycopg.AsyncConnection[Row], ask: Ask) -> AsyncRawCursor[Row]:
-        cursor: AsyncRawCursor[Row] = AsyncRawCursor(con, row_factory=tuple_row)
-        await cursor.execute(cast("QueryNoTemplate", self.naming(ask.text)), ask.parameters or None, binary=True)
-        return cursor
 
     @asynccontextmanager
     async def direct(self) -> AsyncGenerator[psycopg.AsyncConnection[Row], None]:
@@ -406,21 +396,10 @@ class Database:
         await self.pools.close()
 
 
-@contextmanager
-def _gathering(pipeline: AsyncPipeline) -> Iterator[None]:
-    """Statements are buffered, and go out together when the pipeline ends. By itself the driver waits for the socket once for each. Where
-    it does not know this method any more, nothing changes but the cost."""
-
-    def into_the_buffer() -> PQGen[None]:
-        while pipeline.command_queue:
-            pipeline.command_queue.popleft()()
-        yield from ()
-
-    pipeline._communicate_gen = into_the_buffer  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del pipeline._communicate_gen
+async def asked(cursor: AsyncRawCursor[Row], text: str, parameters: Sequence[Any]) -> Answer:
+    """One statement in the driver's own way."""
+    await cursor.execute(cast("QueryNoTemplate", text), parameters or None, binary=True)
+    return Answer(await cursor.fetchall() if cursor.description is not None else [], cursor.rowcount)
 
 
-__all__ = ["BEGIN", "PREAMBLE", "PREAMBLE_LENT", "TRIES", "Database", "Make", "Pools"]
+__all__ = ["BEGIN", "PREAMBLE", "PREAMBLE_LENT", "TRIES", "Database", "Make", "Pools", "asked"]

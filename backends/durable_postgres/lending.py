@@ -6,14 +6,16 @@ by method and by statement, since the caller's rows and the record commit togeth
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, Final
 
-from psycopg import AsyncConnection, AsyncCursor
+from psycopg import AsyncConnection, AsyncCursor, OperationalError
 
 from durable.errors import Misuse
 
 from .operation import Row
+from .statements import Prepared
 
 ENDING: Final = re.compile(
     r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
@@ -31,6 +33,12 @@ def refuse(verb: str) -> Misuse:
     )
 
 
+def settle(waiting: asyncio.Future[None], error: Exception | None = None) -> None:
+    """It waits no longer."""
+    if not waiting.done():
+        waiting.set_result(None) if error is None else waiting.set_exception(error)
+
+
 class Lendable(AsyncConnection[Row]):
     """A pooled connection."""
 
@@ -38,16 +46,30 @@ class Lendable(AsyncConnection[Row]):
         super().__init__(*arguments, **options)
         self.lent = False
         """True while a user's function has it."""
+        self.shared = False
+        """A user's function had it: the driver, too, has statements prepared on it."""
+        self.prepared = Prepared()
+        self.waiting: asyncio.Future[None] | None = None
+        """Of the round trip that waits for the server."""
 
     def lend(self) -> None:
         """From here on it is the user's, within the limits above."""
-        self.lent = True
+        self.lent = self.shared = True
         self.cursor_factory = LentCursor
 
     def take_back(self) -> None:
-        """It is ours again."""
-        self.lent = False
+        """It is ours again, with what they and the driver left of what we had prepared."""
+        self.lent = self.prepared.certain = False
         self.cursor_factory = AsyncCursor
+
+    def let_go(self) -> None:
+        """Close it from outside, from any thread. A round trip that waits for the server is told, and closes it when the loop has let go of
+        its socket."""
+        waiting = self.waiting
+        if waiting is None or waiting.get_loop().is_closed():
+            self.pgconn.finish()
+        else:
+            waiting.get_loop().call_soon_threadsafe(settle, waiting, OperationalError("the connection was closed"))
 
     def _refuse_while_lent(self, verb: str) -> None:
         if self.lent:
@@ -62,6 +84,8 @@ class Lendable(AsyncConnection[Row]):
         """As ever; refused while it is lent."""
         self._refuse_while_lent("rollback()")
         await super().rollback()
+        if self.shared:  # the driver may have let go of everything that is prepared
+            self.prepared.certain = False
 
     async def close(self) -> None:
         """As ever; refused while it is lent."""
@@ -87,4 +111,4 @@ class LentCursor(AsyncCursor[Row]):
         return await execute(query, *arguments, **options)
 
 
-__all__ = ["Lendable", "refuse"]
+__all__ = ["Lendable", "refuse", "settle"]

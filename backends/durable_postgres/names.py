@@ -7,6 +7,7 @@ identifiers only. `connection.py` asks it once for each statement.
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from typing import Final
@@ -53,12 +54,17 @@ class Naming:
         """The configured name of a table, view, index or sequence, quoted and with its schema."""
         return sql.Identifier(self.schema, self.renames(name)).as_string()
 
-    @property
+    @functools.cached_property
+    def sequence(self) -> str:
+        """The sequence that numbers runs as they are submitted, quoted and with its schema."""
+        return self.qualified(SEQUENCE)
+
+    @functools.cached_property
     def key(self) -> int:
         """A number for this installation, for advisory locks: another one for each schema and table name."""
         return zlib.crc32(self.qualified("durable_run").encode()) - (1 << 31)
 
-    @property
+    @functools.cached_property
     def channel(self) -> str:
         """The channel of its notifications."""
         return f"durable_{self.key + (1 << 31):08x}"

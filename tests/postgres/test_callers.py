@@ -240,7 +240,7 @@ async def test_a_key_that_another_transaction_takes_meanwhile_is_found(
 
 
 async def test_a_connection_in_another_encoding_stores_the_same_text(database: Database, scene: Scene) -> None:
-    """What is sent in one go is sent in UTF-8; such a connection takes it for its own encoding."""
+    """Also in lists: on a caller's connection the driver writes them, which knows its encoding."""
     async with await psycopg.AsyncConnection.connect(database.url, client_encoding="LATIN1") as con:
         runs = [
             new_run(input=f'[["größer {number}"],{{}}]', idempotency_key=f"schlüssel {number}") for number in range(2)
