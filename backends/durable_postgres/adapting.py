@@ -107,18 +107,21 @@ class _SpanLoader(adapt.Loader):
         return int(micros + (days + 30 * months) * DAY)
 
 
-class _JsonbLoader(adapt.Loader):
-    format = pq.Format.BINARY
-
-    def load(self, data: Buffer) -> str:
-        return compact(bytes(data)[len(VERSION) :].decode())
-
-
 class _JsonLoader(adapt.Loader):
     format = pq.Format.BINARY
 
+    def __init__(self, oid: int, context: AdaptContext | None = None) -> None:
+        super().__init__(oid, context)
+        self._encoding = "utf-8" if self.connection is None else self.connection.info.encoding
+        """A caller's connection may have another one, and a lent one may have been given one."""
+
     def load(self, data: Buffer) -> str:
-        return compact(bytes(data).decode())
+        return compact(bytes(data).decode(self._encoding))
+
+
+class _JsonbLoader(_JsonLoader):
+    def load(self, data: Buffer) -> str:
+        return compact(bytes(data)[len(VERSION) :].decode(self._encoding))
 
 
 # -- by the type that a statement has there ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import durable
 from durable.errors import Conflict, Misuse
-from durable.model import ALL, NewSignal, Status
+from durable.model import ALL, NewSignal, Status, new_run_id
 from durable.testing.conformance.scenario import Scene, new_run
 from durable_postgres import Store
 
@@ -246,7 +247,9 @@ async def test_a_connection_in_another_encoding_stores_the_same_text(database: D
             new_run(input=f'[["größer {number}"],{{}}]', idempotency_key=f"schlüssel {number}") for number in range(2)
         ]
         await scene.store.enqueue(runs, tx=con)
+        again = await scene.store.enqueue([dataclasses.replace(run, run_id=new_run_id()) for run in runs], tx=con)
         await con.commit()
+    assert [one.run.input for one in again] == [run.input for run in runs]
     stored = await scene.store.get([run.run_id for run in runs], scope=ALL)
     assert [(run.input, run.idempotency_key) for run in stored if run is not None] == [
         (run.input, run.idempotency_key) for run in runs

@@ -99,6 +99,8 @@ VALUES: list[tuple[str, Any]] = [
     ("jsonb[]", ['{"v":1}', None, "[]"]),
     ("jsonb[]", ["1", "[]"]),
     ("jsonb[]", ["1", "1"]),
+    ("jsonb", '"größer"'),
+    ("jsonb[]", ['"größer"', '"kleiner"']),
     ("uuid[]", [uuid.UUID(int=1), uuid.UUID(int=2)]),
     ("timestamptz[]", [At(1), At(2**50)]),
     ("timestamptz[]", [At(1), None]),
