@@ -20,6 +20,7 @@ from ..settings import MINUTE, SECOND, Micros
 from .leases import Hold
 from .runner import Host, Running
 from .slots import Slots
+from .turnstile import Turnstile
 
 FIRST_PAUSE: Micros = 50_000
 RECHECK: Micros = 100_000
@@ -44,6 +45,7 @@ class Claims:
         registry: Registry,
         queues: Mapping[str, int | None],
         grace: Micros,
+        turnstile: Turnstile,
     ) -> None:
         self.held: dict[str, Running] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -55,6 +57,7 @@ class Claims:
         self._functions = tuple((function.name, function.version) for function in registry)
         self._queues = queues
         self._grace = grace
+        self._turnstile = turnstile
         self._own_slots = {
             name: Slots(limit, self._own_slot_freed) for name, limit in queues.items() if limit is not None
         }
@@ -190,6 +193,8 @@ class Claims:
         )
         self._last_claim = sent = boottime()
         claimed = await self._ask(request, sent)
+        if claimed:
+            await self._turnstile.passed()
         if not self.held:
             self._room_for_alone_until = 0
         for one in claimed:

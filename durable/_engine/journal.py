@@ -19,6 +19,7 @@ from ..events import Events, Flushed, FlushFailed, StepRecorded
 from ..model import Appended, Lease, NewRecord, Outcome, Settled, StepRecord
 from ..portal import end_tasks
 from ..protocol import Store
+from .turnstile import Turnstile
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -68,12 +69,14 @@ class Lane(Generic[Item, Answer]):
         events: Events,
         ordered: bool = True,
         flights: int = FLIGHTS,
+        turnstile: Turnstile | None = None,
     ) -> None:
         self.name = name
         self._send = send
         self._events = events
         self._ordered = ordered
         self._flights = flights
+        self._turnstile = turnstile
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Entry[Item, Answer]] = []
         self._busy: set[str] = set()  # keys with an entry in flight
@@ -183,6 +186,8 @@ class Lane(Generic[Item, Answer]):
                 await self._split(batch, error)
                 return
             else:
+                if self._turnstile is not None:
+                    await self._turnstile.passed()
                 for entry, answer in zip(batch, answers, strict=True):
                     if not entry.future.done():
                         entry.future.set_result(answer)
@@ -234,10 +239,14 @@ def _refuse(entry: _Entry[Item, Answer], error: BaseException) -> None:
 class Journal:
     """The two lanes of a worker: records and settles."""
 
-    def __init__(self, store: Store, events: Events) -> None:
+    def __init__(self, store: Store, events: Events, turnstile: Turnstile) -> None:
         self._events = events
-        self._records: Lane[tuple[Lease, NewRecord], Appended] = Lane("append", store.append, events=events)
-        self._settles: Lane[tuple[Lease, Outcome], Settled] = Lane("settle", store.settle, events=events)
+        self._records: Lane[tuple[Lease, NewRecord], Appended] = Lane(
+            "append", store.append, events=events, turnstile=turnstile
+        )
+        self._settles: Lane[tuple[Lease, Outcome], Settled] = Lane(
+            "settle", store.settle, events=events, turnstile=turnstile
+        )
 
     async def append(self, holder: Holder, record: NewRecord) -> StepRecord:
         """Durable when it returns; a record that was there already is returned as stored (20). Raises LeaseLost."""

@@ -39,6 +39,7 @@ from .listening import RunListener
 from .runner import TEARDOWN_LIMIT, Running
 from .scheduler import Scheduling
 from .slots import Slots, Threads
+from .turnstile import Turnstile
 
 REPLAY_FAMILY: Final = "3.11" if sys.version_info < (3, 12) else "3.12"
 """Interpreters of one family order the branches of a body alike; a run with records stays inside its family (replay rules)."""
@@ -183,7 +184,8 @@ class Worker:
         self._record = self._make_record()
         self.threads = Threads(limit, "durable-step")
         self.transactions = asyncio.Semaphore(self.settings.transaction_slots)
-        self.journal = Journal(store, self.events)
+        turnstile = Turnstile()
+        self.journal = Journal(store, self.events, turnstile)
         self.inboxes: Lane[Lease, Inbox | None] = Lane("inbox", store.inbox, events=self.events, ordered=False)
         self.leases = Leases(store, lease=self.lease, events=self.events, register=self._register)
         scheduling = Scheduling(
@@ -202,6 +204,7 @@ class Worker:
             registry=self._registry,
             queues=self._queue_limits,
             grace=self._grace if self._grace is not None else self.settings.grace,
+            turnstile=turnstile,
         )
         self._chores = Chores(
             store,

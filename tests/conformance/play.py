@@ -23,6 +23,7 @@ from durable._engine.journal import Journal, Lane
 from durable._engine.leases import Hold, Leases
 from durable._engine.runner import Running
 from durable._engine.slots import Slots, Threads
+from durable._engine.turnstile import Turnstile
 from durable._engine.worker import REPLAY_FAMILY
 from durable.clock import boottime
 from durable.codec import Codec, ErrorData, plain, read_envelope
@@ -132,7 +133,7 @@ class Hand:
         self.events = Events()
         self.faults: list[Event] = []
         self.events.attach(lambda event: self.faults.append(event) if isinstance(event, EngineFault) else None)
-        self.journal = Journal(watched, self.events)
+        self.journal = Journal(watched, self.events, Turnstile())
         self.inboxes: Lane[m.Lease, m.Inbox | None] = Lane("inbox", watched.inbox, events=self.events, ordered=False)
         self.leases = Leases(watched, lease=LEASE, events=self.events, register=_nowhere)
         self.slots = Slots(1, lambda: None)
