@@ -100,7 +100,9 @@ class Store:
         """See `landing.complete_alone` and `settle.settle`."""
         self._weigh(outcome.output for _, outcome in entries if isinstance(outcome, m.Completed))
         alone = settle.completed(entries)
-        landed = await self._write(lambda work: landing.complete_alone(work, alone), once=True) if alone else set()
+        landed: set[str] = (
+            await self._write(lambda work: landing.complete_alone(work, alone), once=True) if alone else set()
+        )
         rest = [entry for entry in entries if entry[0].run_id not in landed]
         told = iter(await self._write(lambda work: settle.settle(work, rest)) if rest else ())
         return ["landed" if lease.run_id in landed else next(told) for lease, _ in entries]

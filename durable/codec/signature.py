@@ -17,7 +17,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 from typing_extensions import Unpack
 
@@ -145,11 +145,12 @@ class Signature:
     def decode_arguments(self, codec: Codec, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) to call the function with, after its context. Raises SerializationError for text that does not fit it."""
         known = self.resolved
-        pair: Any = plain.read(text)
-        if type(pair) is not list or [*map(type, pair)] != [list, dict]:
+        raw = plain.read(text)
+        pair = cast("list[object]", raw) if isinstance(raw, list) else []
+        if [*map(type, pair)] != [list, dict]:
             raise SerializationError(f"{self.name}: stored arguments that are none", path="$")
-        positional: list[object] = pair[0]
-        named: dict[str, object] = pair[1]
+        positional = cast("list[object]", pair[0])
+        named = cast("dict[str, object]", pair[1])
         if not named and self._simple and len(positional) == len(known.positional):  # the usual form fits by its shape
             return tuple(
                 shape.from_plain(value, place)
