@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,23 +28,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     else:
         (room,) = rooms(1)
         room.empty()
-        with _short_transactions(mongo.server()):
+        with mongo.server().short_transactions():
             yield room.url
         room.empty()
-
-
-@contextlib.contextmanager
-def _short_transactions(server: mongo.Server) -> Iterator[None]:
-    """Who is killed in the middle of a transaction leaves it open, and others wait for its documents until the server ends it: after
-    60 s, unless it is told otherwise."""
-    name = "transactionLifetimeLimitSeconds"
-    with server.client() as client:
-        before = client.admin.command("getParameter", 1, **{name: 1})[name]
-        client.admin.command("setParameter", 1, **{name: 5})
-        try:
-            yield
-        finally:
-            client.admin.command("setParameter", 1, **{name: before})
 
 
 async def _opened_once(url: str) -> None:

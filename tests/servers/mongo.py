@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,19 @@ class Server:
     def client(self, **options: Any) -> pymongo.MongoClient[dict[str, Any]]:
         """A client of the test's own; close it."""
         return pymongo.MongoClient(self.url, **options)
+
+    @contextlib.contextmanager
+    def short_transactions(self) -> Iterator[None]:
+        """Who is killed in the middle of a transaction leaves it open, and others wait for its documents until the server ends it: after
+        60 s, unless it is told otherwise."""
+        name = "transactionLifetimeLimitSeconds"
+        with self.client() as client:
+            before = client.admin.command("getParameter", 1, **{name: 1})[name]
+            client.admin.command("setParameter", 1, **{name: 5})
+            try:
+                yield
+            finally:
+                client.admin.command("setParameter", 1, **{name: before})
 
     def create(self) -> Database:
         """A database that nobody else uses. It costs nothing before something is written."""

@@ -6,16 +6,18 @@ Definition errors are in `floors/test_graph.py`, what a store does with edges in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.conftest import until
 from pydantic import BaseModel
+from servers import mongo
 from stores import graph_worker
 from stores.everywhere import SETTINGS
 from stores.graph_worker import graph
@@ -391,6 +393,14 @@ async def test_a_node_whose_arguments_are_not_stored_any_more_fails_and_says_so(
         assert (await run.children())["label"].error_kind == "payload"
 
 
+@pytest.fixture
+def short_transactions(shared_url: str) -> Iterator[None]:
+    """For a process that is killed."""
+    with mongo.server().short_transactions() if shared_url.startswith("mongodb") else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("short_transactions")
 async def test_a_graph_survives_the_kill_of_the_worker_that_runs_it(shared_url: str, tmp_path: Path) -> None:
     log, go = tmp_path / "log", tmp_path / "go"
     log.touch()
