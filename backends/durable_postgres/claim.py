@@ -304,9 +304,9 @@ def _from_queue(work: Work, request: ClaimRequest, queue: str, room: int) -> Ope
     whose, tenant = _whose(request)
     chosen: dict[str, bool] = {}
     for _ in range(ROUNDS):
-        # Rows that were chosen in an earlier round are still in the index, and in front.
+        # Rows that were chosen in an earlier round are still in the index; what a landing released since may stand in front of them.
         found = yield from _heads(HEADS[whose], _routes(request), queue, room, *tenant)
-        new = [head for head in found if head.run_id not in chosen]
+        new = [head for head in found if head.run_id not in chosen][: room - len(chosen)]
         admitted = yield from _admitted(work, new)
         chosen |= admitted
         if len(admitted) == len(new) or len(chosen) >= room:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from durable.flow import Gates, Turns, dealt, in_turn
@@ -139,14 +138,14 @@ def _heads(
 
 
 def _heads_in_turn(
-    con: sqlite3.Connection, queue: str, routes: str, room: int, last: str | None, taken: Counter[str]
+    con: sqlite3.Connection, queue: str, routes: str, room: int, last: str | None, taken: Collection[str]
 ) -> list[tuple[Any, ...]]:
-    """The heads of a fair queue behind those that are taken: of each tenant in turn, beginning behind the one that was served last. What is
+    """The heads of a fair queue that are not taken yet: of each tenant in turn, beginning behind the one that was served last. What is
     read is bounded by the tenants and by what is taken, whatever the backlog of one of them (10)."""
     live = json.dumps([route for (route,) in con.execute(LIVE_ROUTES, (routes, queue))])
     # The untagged have no turn of their own in the index: those at the front of the queue are dealt as one hand.
-    front = con.execute(HEADS, (queue, live, room + taken.total())).fetchall()
-    untagged = [row for row in front if row[3] is None][taken[""] :]
+    front = con.execute(HEADS, (queue, live, room + len(taken))).fetchall()
+    untagged = [row for row in front if row[3] is None and row[0] not in taken]
 
     def beyond(tenant: str, most: int) -> list[str]:
         return [found for (found,) in con.execute(TURNS, (queue, tenant, live, queue, live, most))]
@@ -154,12 +153,8 @@ def _heads_in_turn(
     tenants = in_turn(last, beyond, room, untagged=bool(untagged))
     share = -(-room // max(1, len(tenants)))
     while True:
-        hands = [
-            con.execute(HEADS_OF_TENANT, (queue, live, one, taken[one] + share)).fetchall()[taken[one] :]
-            if one
-            else untagged
-            for one in tenants
-        ]
+        found = {one: con.execute(HEADS_OF_TENANT, (queue, live, one, share + len(taken))) for one in tenants if one}
+        hands = [[row for row in found[one] if row[0] not in taken] if one else untagged for one in tenants]
         heads = dealt(hands, room)
         if len(heads) == room or all(len(hand) < share for one, hand in zip(tenants, hands, strict=True) if one):
             return heads
@@ -178,21 +173,20 @@ def _from_queue(
     turns: Turns | None,
 ) -> list[tuple[Any, ...]]:
     """The rows to take from one queue. Those that end here, or that a limit holds back, leave the index: then look again."""
-    taken: list[tuple[Any, ...]] = []
-    of_tenant: Counter[str] = Counter()
+    taken: dict[str, tuple[Any, ...]] = {}
     for _ in range(ROUNDS):
-        # Rows that were chosen in an earlier round are still in the index, and in front.
+        left = room - len(taken)
+        # Rows that were chosen in an earlier round are still in the index; what a landing released since may stand in front of them.
         if turns is None:
-            rows = _heads(con, request, queue, routes, room)[len(taken) :]
+            rows = [row for row in _heads(con, request, queue, routes, room) if row[0] not in taken][:left]
         else:
-            rows = _heads_in_turn(con, queue, routes, room - len(taken), turns.last(queue), of_tenant)
+            rows = _heads_in_turn(con, queue, routes, left, turns.last(queue), taken)
             turns.served(queue, [row[3] or "" for row in rows])
         chosen = _admitted(con, now, rows, ruled=ruled)
-        taken += chosen
-        of_tenant.update(row[3] or "" for row in chosen)
+        taken |= {row[0]: row for row in chosen}
         if len(chosen) == len(rows) or len(taken) >= room:
             break
-    return taken
+    return list(taken.values())
 
 
 def _alone(

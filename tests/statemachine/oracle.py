@@ -215,6 +215,8 @@ class RunOracle:
             end = self.ends_at_claim(row) or ""
             self.land(row, end, m.Failure(message="", kind="deadline" if end == "timed_out" else end))
         self.wake_parents()
+        # What a landing released, the next in a line, may be taken by the same claim, and need not be.
+        released = [row for row in self.claimable(request) if row not in candidates]
         free = [row for row in candidates if self.ends_at_claim(row) is None and row.status == "pending"]
         limited = any(
             rule.paused or rule.max_concurrency is not None or rule.rate_count is not None
@@ -226,15 +228,23 @@ class RunOracle:
         assert len(taken) <= request.limit
         for queue, most in request.queues.items():
             here = [run_id for run_id in taken if self.runs[run_id].queue == queue]
-            assert len(here) <= most and here == sorted(here, key=ids.index), f"order inside the queue {queue}: {here}"
+            waiting = [run_id for run_id in here if self.runs[run_id] not in released]
+            assert len(here) <= most, f"more than was asked for of the queue {queue}: {here}"
+            assert waiting == sorted(waiting, key=ids.index), f"order inside the queue {queue}: {waiting}"
         for row in free:
             if row.run_id in taken:
                 assert not self.full(row), f"{row.run_id} was taken past a limit"
                 self.take(row, request)
             elif any(
-                self.runs[run_id].queue == row.queue for run_id in taken if ids.index(run_id) > ids.index(row.run_id)
+                self.runs[run_id].queue == row.queue and ids.index(run_id) > ids.index(row.run_id)
+                for run_id in taken
+                if run_id in ids
             ):
                 assert self.full(row) or row.run_id in held_up or limited, f"{row.run_id} was passed over"
+        for row in released:
+            if row.run_id in taken:
+                assert not self.full(row), f"{row.run_id} was taken past a limit"
+                self.take(row, request)
         assert all(self.runs[run_id].status == "running" for run_id in taken), "took what may not be claimed"
         for run_id in held_up:
             assert limited, f"{run_id} is held up by a limit that is not set"

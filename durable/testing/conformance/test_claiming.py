@@ -294,6 +294,23 @@ async def test_one_bad_run_never_strands_its_batch(scene: Scene) -> None:
     assert (await scene.get(asked.run.run_id)).status == Status.CANCELLED
 
 
+@rule(8)
+@pytest.mark.parametrize("fair", [False, True])
+async def test_what_a_claim_releases_by_landing_another_costs_nobody_a_place(scene: Scene, fair: bool) -> None:
+    """The next ones in the lines of runs that end here stand in front of those that this claim has chosen: it takes each run once, and no
+    more than it was asked for."""
+    await scene.store.set_queue(QueueRecord(scope_name="queue:default", tenant=ALL, fair=fair))
+    for line in "ab":
+        await scene.start(sequence_key=line, deadline_after=SECOND, priority=9)
+        await scene.start(sequence_key=line, priority=9)
+    plain = [await scene.start() for _ in range(2)]
+    await scene.later(2 * SECOND)
+    taken = [one.run.run_id for one in await scene.claim(3)]
+    assert len(taken) == len(set(taken)) <= 3
+    assert plain[0].run_id in taken
+    assert {(await scene.get(run_id)).attempts for run_id in taken} == {1}
+
+
 @rule(12)
 async def test_a_claim_past_the_deadline_lands_timed_out_and_is_not_returned(scene: Scene) -> None:
     run = await scene.start(deadline_after=MINUTE)
