@@ -37,10 +37,14 @@ _PLAIN = (str, int, float, bool, list, dict)
 
 
 def plan_for(fn: Any, own: Plans, *, skip_first: bool = False) -> StepPlan:
-    if type(fn) is FunctionType:  # nearly every step is one, and is neither of what follows
+    wrapper = type(fn) is FunctionType
+    if wrapper and not fn.__dict__:  # nearly every step is one, and is none of what follows
         return plan_of(fn, skip_first=skip_first, own=own)
     plan = getattr(fn, "plan", None)
     if isinstance(plan, StepPlan):
+        if wrapper:  # made by functools.wraps around a step: it is what is called, by the policy of that step
+            called = plan_of(fn, own=own)
+            plan = dataclasses.replace(plan, fn=fn, signature=called.signature, coroutine=called.coroutine)
         return plan if not skip_first else dataclasses.replace(plan, signature=Signature.of(plan.fn, skip_first=True))
     if getattr(fn, "__durable_function__", False):
         steps.refuse_durable_function(fn)

@@ -48,7 +48,7 @@ TRIES: Final = 12
 """How often a transaction is begun anew after a dead-lock, a serialization failure, or a race that another one won."""
 PAUSE: Final = 0.002
 REPLACEMENTS: Final = 2
-"""How often a lost connection is replaced within one call."""
+"""How often a lost connection, or what was known of a statement, is replaced within one call."""
 NO_CONNECTION: Final = (PoolTimeout, PoolClosed)
 GET_TIMEOUT: Final = 5.0
 """Seconds that a call waits for a free connection, or for a server that is away."""
@@ -285,6 +285,9 @@ class Database:
                 except psycopg.Error as error:
                     if error.sqlstate in faults.AGAIN and left:
                         pass
+                    elif error.sqlstate in faults.STALE and replacements:  # it is forgotten by now
+                        replacements -= 1
+                        continue
                     elif faults.lost(error) and not isinstance(error, NO_CONNECTION) and replacements:
                         # As a rule it broke while nobody used it, and so did its neighbours. Every write may be repeated (42).
                         replacements -= 1

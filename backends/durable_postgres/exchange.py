@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("durable.postgres")
 
 BINARY: Final = pq.Format.BINARY
+COMMIT: Final = b"COMMIT"
 SYNC: Final = pq.ExecStatus.PIPELINE_SYNC
 ROWS: Final = pq.ExecStatus.TUPLES_OK
 FAILED: Final = pq.ExecStatus.FATAL_ERROR
@@ -69,6 +70,11 @@ class Exchange:
         async with con.lock:
             if con.closed:
                 raise psycopg.OperationalError("the connection is closed")
+            if (
+                con.pgconn.pipeline_status != pq.PipelineStatus.OFF
+            ):  # somebody left it in the middle: the answers would be theirs
+                con.pgconn.finish()
+                raise psycopg.OperationalError("the connection was in use")
             written = [*self._written(con, (*asks, *hints))]
             wanted = 0  # of what did not come to its end only the error is read
             try:
@@ -76,6 +82,9 @@ class Exchange:
                 _send(con, written, expected, len(asks))
                 await _receive(con, results)
                 con.pgconn.exit_pipeline_mode()
+                if len(results) != len(expected):
+                    con.pgconn.finish()
+                    raise psycopg.OperationalError(f"{len(results)} answers came for {len(expected)} statements")
                 wanted = len(asks)
             except psycopg.Error as error:
                 lost = error
@@ -196,8 +205,9 @@ async def _receive(con: Lendable, results: list[PGresult]) -> None:
 async def _ready(con: Lendable, to_write: bool) -> None:
     """Wait until there is something to read, or room to write. What is done then may close the socket: the loop has let go of it."""
     loop, socket = asyncio.get_running_loop(), con.pgconn.socket
-    con.waiting = ready = loop.create_future()
+    ready = loop.create_future()
     loop.add_reader(socket, settle, ready)
+    con.waiting = ready
     try:
         if to_write:
             loop.add_writer(socket, settle, ready)
@@ -240,8 +250,11 @@ def _read(
             rows = transformer.load_rows(0, result.ntuples, tuple)
             answers.append(Answer(rows, len(rows)))
         else:
+            if statement is not None and statement.text == COMMIT:
+                if result.command_status != COMMIT:
+                    return answers, errors.InFailedSqlTransaction("it had failed before, and is rolled back"), False
+                committed = len(answers) + 1 == asked
             touched = result.command_tuples
-            committed = len(answers) + 1 == asked and result.command_status == b"COMMIT"
             answers.append(Answer([], -1 if touched is None else touched))
     return answers, None, committed
 

@@ -56,6 +56,10 @@ _CLASSES: Final[dict[str, _Known]] = {
 }
 AGAIN: Final = frozenset({"40001", "40P01"})
 """Another attempt of the whole transaction may simply work."""
+NOT_THERE: Final = "26000"
+"""A prepared statement is gone: somebody said DISCARD ALL."""
+STALE: Final = frozenset({NOT_THERE, "0A000", "42804", "42883"})
+"""What was known of a statement does not hold any more: a migration changed the types of a table. Nothing of it was done."""
 
 
 def lost(error: BaseException) -> bool:
@@ -100,4 +104,4 @@ def _of(error: psycopg.Error) -> StoreError | Conflict:
     return kind(f"{message} ({text})", hint=hint)
 
 
-__all__ = ["AGAIN", "lost", "mapped"]
+__all__ = ["AGAIN", "NOT_THERE", "STALE", "lost", "mapped"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from psycopg import pq
 
+from . import faults
 from .adapting import Encode, encoder
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 MOST: Final = 100
 """How many statements stay prepared on a connection: as many as the driver keeps."""
 THERE: Final = b"SELECT name FROM pg_catalog.pg_prepared_statements WHERE name LIKE 'durable\\_%'"
-NOT_THERE: Final = "26000"
-OUTDATED: Final = "0A000"
-"""What a prepared statement answers whose table has other columns by now."""
 
 
 class Statement:
@@ -45,6 +43,11 @@ class Statement:
         self.encoders = found if len(found) == len(self.types) else None
         self.known = True
 
+    def forget(self) -> None:
+        """It does not hold any more."""
+        if self.types:
+            self.known, self.encoders = False, None
+
 
 class Prepared:
     """What is prepared on a connection, as far as we know."""
@@ -66,9 +69,10 @@ class Prepared:
 
     def add(self, statement: Statement, name: bytes, _: PGresult) -> None:
         """The server has prepared it."""
+        self._let_go(statement)  # of the one before, if it went out several times in the round trip
         self.names[statement] = name
         if len(self.names) > MOST:
-            self.closing.append(self.names.pop(next(iter(self.names))))
+            self._let_go(next(iter(self.names)))
 
     def closed(self, name: bytes, _: PGresult) -> None:
         """The server has let go of it."""
@@ -82,11 +86,17 @@ class Prepared:
         self.certain = True
 
     def doubt(self, statement: Statement | None, state: str | None) -> None:
-        """It failed with this error, which may be one of what is prepared."""
-        if state == NOT_THERE:
+        """It failed with this error, which may be one of what is known or prepared."""
+        if state == faults.NOT_THERE:
             self.certain = False
-        elif state == OUTDATED and statement is not None:
-            self.names.pop(statement, None)
+        elif state in faults.STALE and statement is not None:
+            statement.forget()
+            self._let_go(statement)
+
+    def _let_go(self, statement: Statement) -> None:
+        name = self.names.pop(statement, None)
+        if name is not None:
+            self.closing.append(name)
 
 
 __all__ = ["THERE", "Prepared", "Statement"]

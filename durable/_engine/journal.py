@@ -186,11 +186,13 @@ class Lane(Generic[Item, Answer]):
                 await self._split(batch, error)
                 return
             else:
-                if self._turnstile is not None:
-                    await self._turnstile.passed()
-                for entry, answer in zip(batch, answers, strict=True):
-                    if not entry.future.done():
-                        entry.future.set_result(answer)
+                try:
+                    if self._turnstile is not None:
+                        await self._turnstile.passed()
+                finally:  # also where the lane is closed meanwhile: what was written is told
+                    for entry, answer in zip(batch, answers, strict=True):
+                        if not entry.future.done():
+                            entry.future.set_result(answer)
                 return
 
     def _still_alive(self, batch: list[_Entry[Item, Answer]], error: BaseException) -> list[_Entry[Item, Answer]]:

@@ -88,11 +88,11 @@ async def working(client: durable.Client) -> AsyncIterator[durable.Worker]:
         yield worker
 
 
-def change(url: str, statement: str, *values: Any) -> None:
+def change(url: str, statement: str, *values: Any, **named: Any) -> None:
     """What somebody does who can write to the database."""
     connection = sqlite3.connect(url.removeprefix("sqlite:///"), timeout=30)
     with connection:
-        assert connection.execute(statement, values).rowcount == 1
+        assert connection.execute(statement, named or values).rowcount == 1
     connection.close()
 
 
@@ -344,31 +344,34 @@ def test_the_environment_gives_the_key_also_to_the_blocking_client(monkeypatch: 
 @pytest.mark.parametrize(
     ("statement", "what"),
     [
-        ("UPDATE durable_run SET input = replace(input, substr(input, -9, 3), 'AAA') WHERE run_id = ?", "changed"),
-        ("UPDATE durable_run SET input = substr(input, 1, 60) || '\"' WHERE run_id = ?", "form|changed|key"),
+        ("UPDATE durable_run SET input = replace(input, substr(input, -9, 3), 'AAA') WHERE run_id = :run", "changed"),
+        ("UPDATE durable_run SET input = substr(input, 1, 60) || '\"' WHERE run_id = :run", "form|changed|key"),
         (
-            "UPDATE durable_run SET input = (SELECT input FROM durable_run WHERE name = 'child') WHERE run_id = ?",
+            "UPDATE durable_run SET input = (SELECT input FROM durable_run WHERE name = 'child') WHERE run_id = :run",
             "place",
         ),
         (
             (
-                "UPDATE durable_run SET input = (SELECT replace(input, run_id, ?1) FROM durable_run WHERE name = 'child')"
-                " WHERE run_id = ?1"
+                "UPDATE durable_run SET input = (SELECT replace(input, run_id, :run) FROM durable_run WHERE name = 'child')"
+                " WHERE run_id = :run"
             ),
             "changed",
         ),
         (
-            "UPDATE durable_run SET input = (SELECT result FROM durable_step WHERE run_id = ?1) WHERE run_id = ?1",
+            "UPDATE durable_run SET input = (SELECT result FROM durable_step WHERE run_id = :run) WHERE run_id = :run",
             "moved",
         ),
         (
-            "UPDATE durable_run SET tenant_id = '6f1c2f0e-52b1-5a5e-9d3a-2f6f0c8f4a11' WHERE run_id = ?",
+            "UPDATE durable_run SET tenant_id = '6f1c2f0e-52b1-5a5e-9d3a-2f6f0c8f4a11' WHERE run_id = :run",
             "moved here from another tenant",
         ),
-        ("UPDATE durable_step SET result = replace(result, substr(result, -9, 3), 'AAA') WHERE run_id = ?", "changed"),
-        ("UPDATE durable_step SET step_id = 'another' WHERE run_id = ?", "moved"),
         (
-            "UPDATE durable_signal SET payload = (SELECT input FROM durable_run r WHERE r.run_id = ?1) WHERE run_id = ?1",
+            "UPDATE durable_step SET result = replace(result, substr(result, -9, 3), 'AAA') WHERE run_id = :run",
+            "changed",
+        ),
+        ("UPDATE durable_step SET step_id = 'another' WHERE run_id = :run", "moved"),
+        (
+            "UPDATE durable_signal SET payload = (SELECT input FROM durable_run r WHERE r.run_id = :run) WHERE run_id = :run",
             "moved",
         ),
     ],
@@ -394,7 +397,7 @@ async def test_a_run_with_a_text_that_was_changed_or_moved_fails_and_no_other(
             await until(lambda: _suspended(client, run.id), "the run to wait")
             await (await client.start(child, "x")).result(timeout="30s")
         await client.signal(run.id, WORD, "b")
-        change(url, statement, run.id)
+        change(url, statement, run=run.id)
         seen = client.all_tenants()
         assert len([one async for one in seen.runs()]) == 2
         async with working(client):

@@ -12,7 +12,9 @@ from engine.conftest import until
 import durable
 from durable import Registry
 from durable._engine import worker
+from durable._engine.journal import Lane
 from durable._engine.turnstile import TURNS, Turnstile
+from durable.events import Events
 
 FOR_EVER = 1e9
 declared = Registry("test_turnstile")
@@ -54,6 +56,42 @@ async def test_runs_write_on_before_those_of_the_next_batch_go_on(
     pairs = [sorted(log[place : place + 3]) for place in range(0, 12, 3)]
     assert all([kind for kind, *_ in pair] == ["append", "step", "step"] for pair in pairs), log
     assert sorted(pairs[2:]) == sorted(pairs[:2]), log
+
+
+async def test_what_was_claimed_waits_for_its_turn(client: durable.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    came, may = asyncio.Event(), asyncio.Event()
+
+    class Shut(Turnstile):
+        async def passed(self) -> None:
+            came.set()
+            await may.wait()
+
+    monkeypatch.setattr(worker, "Turnstile", Shut)
+    log.clear()
+    run = await client.start(twice, "a")
+    async with durable.Worker(client, functions=declared):
+        await came.wait()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert log == []
+        may.set()
+        await run.result(timeout="60s")
+
+
+async def test_an_answer_is_told_though_the_lane_is_closed_before_its_turn() -> None:
+    turnstile = Turnstile(longest=FOR_EVER)
+    await turnstile.passed()
+    asked = asyncio.Event()
+
+    async def send(items: Sequence[str]) -> Sequence[str]:
+        asked.set()
+        return items
+
+    lane: Lane[str, str] = Lane("test", send, events=Events(), turnstile=turnstile)
+    written = lane.put("run", "written", alive=lambda: True)
+    await asked.wait()
+    await lane.close()
+    assert await written == "written"
 
 
 async def test_each_who_waits_passes_in_its_order_and_a_cancelled_one_holds_up_nobody() -> None:

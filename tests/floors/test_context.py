@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -293,6 +294,27 @@ async def test_each_failed_attempt_is_a_row_that_is_not_delivered() -> None:
     assert played.ids == ["third_time", "third_time@1", "third_time@2"]
     assert [record.kind for record in played.records[1:]] == [RecordKind.ATTEMPT] * 2
     assert "next_at" in read_envelope(played.records[1].result)[1]
+
+
+async def test_a_function_that_wraps_a_step_is_called_by_the_policy_of_that_step() -> None:
+    @step(retry=Retry(2, initial=0))
+    async def inner(what: str) -> str:
+        ran.append(what)
+        if len(ran) == 1:
+            raise ConnectionError("not yet")
+        return what
+
+    @functools.wraps(inner)
+    async def outer(what: str) -> str:
+        return await inner(f"{what}!")
+
+    async def body(ctx: Context) -> str:
+        return await ctx.step(outer, "a")
+
+    played = await play(body)
+    assert ran == ["a!", "a!"]
+    assert isinstance(played.ending, Returned)
+    assert played.ids == ["inner", "inner@1"]
 
 
 async def test_a_crash_does_not_start_the_count_of_attempts_again() -> None:

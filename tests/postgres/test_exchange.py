@@ -16,7 +16,7 @@ from postgres.conftest import Open, until
 from servers.postgres import Database
 
 from durable.errors import StoreUnavailable
-from durable.model import NewRecord, RecordKind
+from durable.model import ALL, NewRecord, RecordKind
 from durable.settings import SECOND
 from durable.testing.conformance.scenario import Scene
 from durable_postgres import Store, exchange
@@ -443,3 +443,81 @@ async def test_what_was_prepared_before_is_used_after_a_users_function(line: Lin
     for _ in range(3):
         assert await line.one("SELECT $1::integer + 7", 1) == 8
     assert (await line.prepared()).count("SELECT $1::integer + 7") == 1
+
+
+async def test_a_record_that_was_there_leaves_ours_usable_after_users_statements(scene: Scene) -> None:
+    """The transaction is rolled back by the driver, which may let go of all that is prepared."""
+    store: Any = scene.store
+    held = await scene.take()
+
+    async def work(con: Any) -> NewRecord:
+        for _ in range(3):
+            await con.execute("SELECT 1 + %s", (1,))
+        return record(0)
+
+    states = [(await store.transaction(held.lease, work, timeout=20 * SECOND)).state for _ in range(3)]
+    assert states == ["appended", "recorded", "recorded"]
+    for _ in range(3):
+        assert len(await scene.history(held.run.run_id)) == 1
+
+
+async def test_a_store_goes_on_where_everything_prepared_was_discarded(scene: Scene, store: Store) -> None:
+    run = await scene.start()
+    for _ in range(3):
+        await store.get([run.run_id], scope=ALL)
+    async with line_of(store) as line:
+        await line.ask(Ask("DISCARD ALL"))
+    for _ in range(2):
+        assert [found.run_id for found in await store.get([run.run_id], scope=ALL) if found] == [run.run_id]
+
+
+async def test_a_store_goes_on_where_a_parameter_has_another_type_by_now(database: Database, store: Store) -> None:
+    text = "SELECT count(*) FROM told WHERE one = $1"
+    with database.connect() as con:
+        con.execute("CREATE TABLE told (one text)")
+        for _ in range(3):
+            await store._database.read(lambda work: rows(text, str(uuid.UUID(int=5))))
+        con.execute("ALTER TABLE told ALTER one TYPE uuid USING one::uuid")
+    for _ in range(3):
+        assert await store._database.read(lambda work: rows(text, uuid.UUID(int=5))) == [(0,)]
+
+
+async def test_one_text_several_times_in_a_round_trip_leaves_one_statement(line: Line) -> None:
+    ask = Ask("SELECT $1::integer + 9", (1,))
+    for _ in range(4):
+        await line.ask(ask, ask, ask)
+    assert (await line.prepared()).count(ask.text) == 1
+
+
+# -- answers belong to what was asked -----------------------------------------------------------------------------------------
+
+
+async def test_a_commit_of_a_transaction_that_failed_is_an_error(line: Line) -> None:
+    await line.ask(Ask(BEGIN))
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        await line.ask(BROKEN)
+    with pytest.raises(psycopg.errors.InFailedSqlTransaction):
+        await line.ask(COMMIT)
+
+
+async def test_a_connection_that_somebody_left_in_the_middle_is_closed(line: Line) -> None:
+    """What they asked would be answered first, and taken for what was asked now."""
+    line.con.pgconn.enter_pipeline_mode()
+    line.con.pgconn.send_query_params(b"SELECT 'theirs'", None)
+    line.con.pgconn.pipeline_sync()
+    with pytest.raises(psycopg.OperationalError):
+        await line.one("SELECT 'ours'")
+    assert line.con.closed
+
+
+async def test_more_answers_than_questions_are_no_answers(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = exchange._receive
+
+    async def one_more(con: Lendable, results: list[Any]) -> None:
+        await receive(con, results)
+        results.append(results[-1])
+
+    monkeypatch.setattr(exchange, "_receive", one_more)
+    with pytest.raises(psycopg.OperationalError, match="2 answers came for 1 statements"):
+        await line.one("SELECT 1")
+    assert line.con.closed
