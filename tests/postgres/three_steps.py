@@ -15,6 +15,8 @@ import sys
 import durable
 
 STEPS = 3
+LONGEST = 0.2
+"""Seconds of a step: with a run every ten milliseconds some are under way at any moment, also when a stop has been carried out."""
 SETTINGS = {"poll": "200ms", "poll_idle": "200ms"}
 _log = -1
 
@@ -26,7 +28,7 @@ def note(run_id: str, what: str, place: int) -> None:
 
 async def work(run_id: str, number: int, place: int) -> int:
     note(run_id, "ran", place)
-    await asyncio.sleep(random.uniform(0, 0.02))
+    await asyncio.sleep(random.uniform(0, LONGEST))
     return number * 10 + place
 
 
