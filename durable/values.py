@@ -1,7 +1,7 @@
 """How the values are declared of which every run makes dozens: rows, records, leases, answers, outcomes.
 
 For the type checkers they are frozen and keyword-only, so nobody changes one. At run time they are neither: a frozen class sets each of
-its fields by a call of its own, which made the constructor of a run eight times slower, and that of a record three times.
+its fields by a call of its own, and a run took 6 µs instead of 0.5, a record 1.5 instead of 0.5.
 """
 
 from __future__ import annotations

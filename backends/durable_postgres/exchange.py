@@ -21,7 +21,7 @@ from psycopg import errors, pq
 from psycopg.adapt import PyFormat, Transformer
 
 from .adapting import REFUSED
-from .lending import Lendable, settle
+from .lending import Lendable, end_wait
 from .names import Naming
 from .operation import Answer, Ask
 from .statements import THERE, Prepared, Statement
@@ -70,10 +70,8 @@ class Exchange:
         async with con.lock:
             if con.closed:
                 raise psycopg.OperationalError("the connection is closed")
-            if (
-                con.pgconn.pipeline_status != pq.PipelineStatus.OFF
-            ):  # somebody left it in the middle: the answers would be theirs
-                con.pgconn.finish()
+            if con.pgconn.pipeline_status != pq.PipelineStatus.OFF:
+                con.pgconn.finish()  # somebody left it in the middle: the answers would be theirs
                 raise psycopg.OperationalError("the connection was in use")
             written = [*self._written(con, (*asks, *hints))]
             wanted = 0  # of what did not come to its end only the error is read
@@ -82,9 +80,10 @@ class Exchange:
                 _send(con, written, expected, len(asks))
                 await _receive(con, results)
                 con.pgconn.exit_pipeline_mode()
-                if len(results) != len(expected):
+                if (came := len(results)) != len(expected):
+                    results.clear()  # nobody knows whose they are
                     con.pgconn.finish()
-                    raise psycopg.OperationalError(f"{len(results)} answers came for {len(expected)} statements")
+                    raise psycopg.OperationalError(f"{came} answers came for {len(expected)} statements")
                 wanted = len(asks)
             except psycopg.Error as error:
                 lost = error
@@ -206,11 +205,11 @@ async def _ready(con: Lendable, to_write: bool) -> None:
     """Wait until there is something to read, or room to write. What is done then may close the socket: the loop has let go of it."""
     loop, socket = asyncio.get_running_loop(), con.pgconn.socket
     ready = loop.create_future()
-    loop.add_reader(socket, settle, ready)
+    loop.add_reader(socket, end_wait, ready)
     con.waiting = ready
     try:
         if to_write:
-            loop.add_writer(socket, settle, ready)
+            loop.add_writer(socket, end_wait, ready)
         await ready
     finally:
         con.waiting = None

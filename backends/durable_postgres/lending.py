@@ -33,7 +33,7 @@ def refuse(verb: str) -> Misuse:
     )
 
 
-def settle(waiting: asyncio.Future[None], error: Exception | None = None) -> None:
+def end_wait(waiting: asyncio.Future[None], error: Exception | None = None) -> None:
     """It waits no longer."""
     if not waiting.done():
         waiting.set_result(None) if error is None else waiting.set_exception(error)
@@ -69,7 +69,7 @@ class Lendable(AsyncConnection[Row]):
         if waiting is None or waiting.get_loop().is_closed():
             self.pgconn.finish()
         else:
-            waiting.get_loop().call_soon_threadsafe(settle, waiting, OperationalError("the connection was closed"))
+            waiting.get_loop().call_soon_threadsafe(end_wait, waiting, OperationalError("the connection was closed"))
 
     def _refuse_while_lent(self, verb: str) -> None:
         if self.lent:
@@ -111,4 +111,4 @@ class LentCursor(AsyncCursor[Row]):
         return await execute(query, *arguments, **options)
 
 
-__all__ = ["Lendable", "refuse", "settle"]
+__all__ = ["Lendable", "end_wait", "refuse"]

@@ -16,7 +16,7 @@ from typing import Final
 
 TURNS: Final = 12
 """From an answer in the hands of a run until its next record is on its way it takes eight or nine: the run goes on, a step begins and
-ends, its record is put, a flush begins, it has a connection, and the socket takes it. An empty turn costs a microsecond."""
+ends, its record is put, a flush begins, it has a connection, and the socket takes it. An empty turn costs 1 or 2 µs."""
 LONGEST: Final = 0.01
 """Seconds for all of them: beside bodies that keep the loop busy the order is not worth a longer wait."""
 
